@@ -1,0 +1,221 @@
+"""The KV cache as an address book: which physical row holds the K/V of which token.
+
+A cache hands out *units* of consecutive rows (a slot of a contiguous cache, a block of a paged one) and translates
+``(request, token index)`` into a row. It owns no tensors and needs no torch: the executor allocates ``num_rows`` rows
+and reads and writes where the cache points. Attention therefore does not know which kind of cache it runs on, and a
+difference between two kinds can only come from *how many requests fit*.
+
+:class:`ContiguousKVCache` is how serving engines began (FasterTransformer, Orca): a request gets one run of rows as
+long as the longest request may be, at once, whether it will use them or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from minibatch.request import NeverFits, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one request holds at the end of an iteration. ``filled + reserved + fragmentation == units * unit_size`` rows."""
+
+    request_id: str
+    units: tuple[int, ...]
+    filled: int
+    reserved: int
+    fragmentation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """Where every row of the cache is, after the forward and before anyone leaves. Each row is counted once.
+
+    ``filled``         rows that hold the K/V of a live request's token
+    ``reserved``       set aside for tokens that may still come, or kept by a finished member of a static batch
+    ``fragmentation``  allocated, but of no use to anyone: the end of a request's last block, or the part of a slot
+                       beyond the longest that its request can become
+    ``free``           rows that a new request can have
+    """
+
+    capacity: int
+    filled: int
+    reserved: int
+    fragmentation: int
+    free: int
+    holdings: tuple[Holding, ...]
+
+
+class KVCache(ABC):
+    """Hands out units of ``unit_size`` rows, and translates token indices into rows.
+
+    ``grows`` says whether a request gets its rows as it needs them, so that the cache can run out under a running
+    request (and somebody must be preempted), or all of them when it is admitted.
+    """
+
+    unit_name: str
+    grows: bool
+
+    def __init__(self, num_units: int, unit_size: int) -> None:
+        if num_units < 1 or unit_size < 1:
+            raise ValueError(f"a cache needs at least one {self.unit_name} of one row, got {num_units} of {unit_size}")
+        self.num_units, self.unit_size = num_units, unit_size
+        self.num_rows = num_units * unit_size
+
+    @property
+    @abstractmethod
+    def max_request_tokens(self) -> int:
+        """The most tokens that one request could have in an otherwise empty cache."""
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Units that nobody holds."""
+
+    @abstractmethod
+    def units_for(self, num_tokens: int) -> int:
+        """Units that a request with ``num_tokens`` cached tokens holds."""
+
+    @abstractmethod
+    def units(self, request: RequestState) -> tuple[int, ...]:
+        """The units that a request holds, in token order; empty if none."""
+
+    @abstractmethod
+    def reserve(self, request: RequestState, num_tokens: int) -> None:
+        """Makes sure that the first ``num_tokens`` tokens have rows. The plan has established that they fit."""
+
+    @abstractmethod
+    def release(self, request: RequestState) -> None:
+        """Takes back all that a request holds; nothing if it holds nothing."""
+
+    @abstractmethod
+    def split_unused(self, request: RequestState, unused: int) -> tuple[int, int]:
+        """Of a live request's rows without K/V: how many are reserved for it, how many fragmentation."""
+
+    def rows(self, request: RequestState, start: int, stop: int) -> np.ndarray:
+        """Physical rows of ``tokens[start:stop]``, int64 ``[stop - start]``: the one address translation."""
+        tokens = np.arange(start, stop)
+        table = np.asarray(self.units(request), dtype=np.int64)
+        return table[tokens // self.unit_size] * self.unit_size + tokens % self.unit_size
+
+    def check(self, num_tokens: int, what: str) -> None:
+        """Raises NeverFits if even an empty cache has no room for ``num_tokens`` tokens of one request."""
+        if num_tokens > self.max_request_tokens:
+            raise NeverFits(f"{what} {self.describe_need(num_tokens)}")
+
+    def describe_need(self, num_tokens: int) -> str:
+        return (
+            f"needs {self.units_for(num_tokens)} {self.unit_name}s of {self.unit_size}, the pool has {self.num_units}"
+        )
+
+    def draft(self) -> KVDraft:
+        """A what-if view for planning."""
+        return KVDraft(self)
+
+    def snapshot(self, active: Iterable[RequestState]) -> KVSnapshot:
+        """Where every row is. ``active`` are the requests that may hold something."""
+        holdings = tuple(self._holding(request) for request in active)
+        filled = sum(h.filled for h in holdings)
+        reserved = sum(h.reserved for h in holdings)
+        fragmentation = sum(h.fragmentation for h in holdings)
+        free = self.num_free * self.unit_size
+        return KVSnapshot(self.num_rows, filled, reserved, fragmentation, free, holdings)
+
+    def _holding(self, request: RequestState) -> Holding:
+        units = self.units(request)
+        rows = len(units) * self.unit_size
+        if request.is_finished:  # a dead member of a static batch: nobody will read these rows again
+            return Holding(request.request_id, units, 0, rows, 0)
+        reserved, fragmentation = self.split_unused(request, rows - request.num_computed)
+        return Holding(request.request_id, units, request.num_computed, reserved, fragmentation)
+
+
+class KVDraft:
+    """An overlay on a cache in which units promised earlier in the same plan are gone, and a victim's are back.
+
+    Costs nothing to make (it copies no table) and is thrown away with the planning, so that planning is pure.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
+        self.free = kv.num_free
+        self._held: dict[RequestState, int] = {}  # only where the draft differs from the cache
+
+    def held(self, request: RequestState) -> int:
+        """Units that the request would hold."""
+        units = self._held.get(request)
+        return len(self.kv.units(request)) if units is None else units
+
+    def reserve(self, request: RequestState, num_tokens: int) -> bool:
+        """Promises rows for the first ``num_tokens`` tokens; False, and no change, if they are not there."""
+        held = self.held(request)
+        need = self.kv.units_for(num_tokens) - held
+        if need > self.free:
+            return False
+        if need > 0:
+            self.free -= need
+            self._held[request] = held + need
+        return True
+
+    def release(self, request: RequestState) -> None:
+        """As if the request gave everything back."""
+        self.free += self.held(request)
+        self._held[request] = 0
+
+    def cancel(self, request: RequestState) -> None:
+        """Takes back what this draft promised to a request; it keeps what it holds in the cache."""
+        self.free += self.held(request) - len(self.kv.units(request))
+        self._held.pop(request, None)
+
+    def shortage(self, request: RequestState, num_tokens: int) -> str:
+        """Why ``num_tokens`` do not fit now, with the numbers."""
+        promised = self.kv.num_free - self.free
+        need = self.kv.units_for(num_tokens) - self.held(request)
+        return f"needs {need} {self.kv.unit_name}s, {self.kv.num_free} free" + (
+            f", {promised} promised" if promised else ""
+        )
+
+
+class ContiguousKVCache(KVCache):
+    """One slot of ``slot_size`` consecutive rows a request, whatever its length."""
+
+    unit_name = "slot"
+    grows = False
+
+    def __init__(self, num_slots: int, slot_size: int) -> None:
+        super().__init__(num_slots, slot_size)
+        self._free = list(reversed(range(num_slots)))
+        self._slot: dict[RequestState, int] = {}
+
+    @property
+    def max_request_tokens(self) -> int:
+        return self.unit_size
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def units_for(self, num_tokens: int) -> int:
+        return 1
+
+    def units(self, request: RequestState) -> tuple[int, ...]:
+        return (self._slot[request],) if request in self._slot else ()
+
+    def reserve(self, request: RequestState, num_tokens: int) -> None:
+        if request not in self._slot:
+            self._slot[request] = self._free.pop()
+
+    def release(self, request: RequestState) -> None:
+        if request in self._slot:
+            self._free.append(self._slot.pop(request))
+
+    def split_unused(self, request: RequestState, unused: int) -> tuple[int, int]:
+        fragmentation = self.unit_size - request.max_cached_tokens
+        return unused - fragmentation, fragmentation
+
+    def describe_need(self, num_tokens: int) -> str:
+        return f"needs {num_tokens} rows, a slot has {self.unit_size}"

@@ -1,0 +1,66 @@
+"""A language model of a few lines, for tests and pictures: instant, no torch, and impossible to fool.
+
+Its next token is a hash over the (position, token) pairs that it *reads through the KV store*, in order. A wrong row,
+a wrong position, a stale block, a neighbour's block or a missing token all change the output, just as in a real model
+they would; a scheduler or cache that corrupts anything cannot give the tokens of a solo run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minibatch.clock import Clock, VirtualClock
+from minibatch.kv_cache import KVCache
+from minibatch.plan import Chunk, Plan
+
+
+class ByteTokenizer:
+    """Token ids are the bytes of UTF-8, so most characters beyond ASCII take several tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class ToyModel:
+    """``eos_token_id`` None: it never ends a sequence by itself."""
+
+    name = "toy"
+    kv_bytes_per_token = 1  # its store holds one (position, token) pair a token; call that a byte
+
+    def __init__(
+        self, vocab_size: int = 256, eos_token_id: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset() if eos_token_id is None else frozenset({eos_token_id})
+        self.tokenizer = ByteTokenizer() if vocab_size >= 256 else None
+
+    def clock(self) -> Clock:
+        return VirtualClock()
+
+    def allocate(self, num_rows: int) -> list[tuple[int, int] | None]:
+        return [None] * (num_rows + 1)  # the last row is the scratch row that padding writes
+
+    def forward(self, plan: Plan, kv: KVCache, store: list[tuple[int, int] | None]) -> np.ndarray:
+        """Writes every chunk's pairs before it reads any, as a batched attention kernel does."""
+        for request, start, stop in plan.chunks:
+            pairs = zip(range(start, stop), request.tokens(start, stop), strict=True)
+            for row, pair in zip(kv.rows(request, start, stop), pairs, strict=True):
+                store[row] = pair
+        if plan.padding:
+            store[-1] = (0, 0)
+        logits = [row for chunk in plan.chunks for row in self._logits(chunk, kv, store)]
+        return np.array(logits).reshape(-1, self.vocab_size)
+
+    def _logits(self, chunk: Chunk, kv: KVCache, store: list[tuple[int, int] | None]) -> list[np.ndarray]:
+        logits, state = [], 0
+        if chunk.num_logits:
+            for index, row in enumerate(kv.rows(chunk.request, 0, chunk.stop)):
+                position, token = store[row]  # a TypeError here: the row was never written
+                state = hash((state, position, token))  # of integers only, so the same in every process
+                if index >= chunk.stop - chunk.num_logits:
+                    logits.append(np.random.Generator(np.random.PCG64(state % 2**64)).standard_normal(self.vocab_size))
+        return logits

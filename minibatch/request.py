@@ -1,0 +1,259 @@
+"""A request is one token list and the number of its leading tokens that are cached.
+
+    tokens       = prompt + generated
+    num_computed = how many leading tokens have their K/V in the cache
+
+A live request always has ``num_tokens - num_computed >= 1``: the newest token is pending. Computing
+``tokens[num_computed:stop]`` is then the *same* operation in a prefill, a later chunk of a prefill, a decode
+(one pending token) and the resume after a preemption (``num_computed`` went back to 0). No phase is stored
+anywhere; schedulers only let computed tokens chase tokens (the view of vLLM V1's scheduler).
+
+The last generated token is never cached, so a request with ``P`` prompt tokens that generates ``G`` holds at
+most ``P + G - 1`` rows of K/V.
+
+:class:`Request` is what a user asks for and never changes: the same object may be given to many engines.
+:class:`RequestState` is what one engine knows about it. :class:`Result` is what comes back, exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minibatch.trace import Timeline
+
+
+class RequestRefused(ValueError):
+    """A request that the engine will not run. The message says which numbers do not fit."""
+
+
+class InvalidParams(RequestRefused):
+    """A sampling parameter is out of range, or contradicts another one."""
+
+
+class InvalidPrompt(RequestRefused):
+    """The prompt is empty, or holds something that is not a token id of this model."""
+
+
+class PromptTooLong(RequestRefused):
+    """The prompt leaves no room for one new token in the context, or does not fit one unchunked iteration."""
+
+
+class NeverFits(RequestRefused):
+    """The K/V of the request would not fit even if it had the whole cache for itself."""
+
+
+class DuplicateRequest(RequestRefused):
+    """A live request already has this id."""
+
+
+class QueueFull(RequestRefused):
+    """``max_queue`` requests are waiting already."""
+
+
+class EngineStalled(RuntimeError):
+    """Work is pending, nothing can run and nothing is going to change: a bug in a policy. Names the head of the queue."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; vLLM's field names and meanings.
+
+    One default differs: ``temperature`` is 0 (greedy), so that a run is reproducible unless randomness is asked for.
+
+    ``max_tokens``           most tokens to generate; None: as many as context and cache allow
+    ``min_tokens``           end-of-sequence and stop conditions are masked until this many are generated
+    ``temperature``          0 takes the most likely token (the lowest id on a tie)
+    ``top_k``                keep the k most likely tokens; 0 or -1 keeps all
+    ``top_p``, ``min_p``     nucleus mass; least probability relative to the most likely token
+    ``repetition_penalty``   divides (multiplies, if negative) the logits of tokens seen in prompt *or* output
+    ``presence_penalty``     subtracted once from tokens seen in the *output*
+    ``frequency_penalty``    subtracted once per occurrence in the *output*
+    ``logit_bias``           token id -> number added to its logit
+    ``stop``                 strings that end the text (not part of it, unless ``include_stop_str_in_output``)
+    ``stop_token_ids``       further ids that end a request, besides the model's end-of-sequence ids
+    ``ignore_eos``           go on after an end-of-sequence token
+    ``seed``                 makes this request's draws a function of (seed, index of the token) alone
+    ``logprobs``             with every token, its log-probability and those of the k most likely ones
+    ``prompt_logprobs``      the same for the tokens of the prompt (the first has none)
+    ``skip_special_tokens``  leave special tokens out of the text
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Normalises ``stop``, ``stop_token_ids`` and ``logit_bias``; raises InvalidParams naming field, value and range."""
+        set_field = object.__setattr__  # frozen: normalised once, here, and never again
+        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_field(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParams(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        _check_int("top_k", self.top_k, low=-1)
+        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=0)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidParams(f"stop must be non-empty strings, got {text!r}")
+        for token, bias in self.logit_bias.items():
+            _check_float(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)
+
+
+def _check_int(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidParams(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (open_low and value == low):
+        raise InvalidParams(f"{name} must lie in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for.
+
+    ``prompt``        token ids
+    ``arrival_time``  seconds on the engine's clock (open loop); None: when it is submitted
+    ``priority``, ``client``  who asks; policies and metrics may tell requests apart by them
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams = SamplingParams()
+    request_id: str | None = None
+    arrival_time: float | None = None
+    priority: int = 0
+    client: str = "default"
+
+
+class Status(Enum):
+    """queue -> active -> finished, and back to the queue by preemption. There is nothing else."""
+
+    WAITING = "waiting"
+    ACTIVE = "active"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)  # compared and hashed by identity: two requests are never the same request
+class RequestState:
+    """What one engine knows about one request. Only the engine changes it.
+
+    ``request_id``       unique in the engine's trace (an id that is used again gets a suffix)
+    ``max_new_tokens``   G: ``max_tokens``, cut to what context and cache allow
+    ``stop_token_ids``   every id that ends this request
+    ``num_computed``     leading tokens whose K/V are cached
+    ``high_water``       the most ``num_computed`` has been: positions below it, computed again, are recomputation
+    ``last_scheduled``   index of the last iteration that computed some of its tokens, -1 if none
+    """
+
+    request: Request
+    request_id: str
+    prompt: Sequence[int]
+    arrival_time: float
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    timeline: Timeline
+    generated: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    high_water: int = 0
+    last_scheduled: int = -1
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    text: Any = None  # detokenizer.TextStream, if the engine has a tokenizer
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + len(self.generated)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that have no K/V yet; 1 for a decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most rows of K/V it can ever hold, P + G - 1: the last token it generates is never fed back."""
+        return self.num_prompt + self.max_new_tokens - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is pending is its newest generated token."""
+        return self.num_computed >= self.num_prompt and self.num_pending == 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """``tokens[start:stop]`` of the one list that a request is, without building the whole of it."""
+        split = self.num_prompt
+        return [*self.prompt[start:stop], *self.generated[max(start - split, 0) : max(stop - split, 0)]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one request ended; every submitted request gets exactly one.
+
+    ``finish_reason``   ``stop`` (end of sequence, stop id or stop string), ``length``, ``abort``, ``rejected``
+    ``stop_reason``     the stop id or stop string that ended it; None for end of sequence and the other reasons
+    ``tokens``          generated ids, prompt excluded, the stop token included
+    ``text``            the text of ``tokens`` (cut at a stop string); empty without a tokenizer
+    ``logprobs``        one ``sampling.Sample`` a token, if asked for
+    ``timeline``        when it arrived, was first scheduled, emitted each token, was preempted, ended
+    """
+
+    request_id: str
+    finish_reason: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: tuple[Any, ...] | None = None
+    prompt_logprobs: tuple[Any, ...] | None = None
+    timeline: Timeline | None = None

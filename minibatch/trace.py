@@ -1,0 +1,200 @@
+"""What happened, as facts: one immutable record an iteration, one timeline a request.
+
+Metrics, figures, exports and the token accounting are pure functions of a :class:`Trace`; nothing else in the project
+is instrumented. Times are seconds on the engine's clock: measured by a real clock, or simulated by a virtual one
+(``trace.meta["clock"]`` says which).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minibatch.kv_cache import Holding, KVSnapshot
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One request's part in one iteration: it computed ``tokens[start:stop]``.
+
+    Each of these tokens is exactly one of three kinds. ``recomputed``: its K/V had been computed before and was lost to
+    a preemption. Otherwise ``prefill`` if it belongs to the prompt, ``decode`` if the request generated it.
+    ``emitted`` is the token id sampled at the end, None if the chunk did not reach the newest token.
+    """
+
+    request_id: str
+    start: int
+    stop: int
+    prefill: int
+    decode: int
+    recomputed: int
+    emitted: int | None
+
+    @property
+    def phase(self) -> str:
+        """``recompute``, ``prefill`` or ``decode``: what most distinguishes the chunk."""
+        return "recompute" if self.recomputed else "prefill" if self.prefill else "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class PadRow:
+    """Tokens computed for nobody in one row of a static batch; ``dead`` if the row's request has finished."""
+
+    request_id: str
+    num_tokens: int
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One iteration. Everything but ``finished`` (which includes aborts since the last one) is in plan order.
+
+    ``waiting``      (request id, reason) of the waiting requests that the plan examined
+    ``num_waiting``  how many waited in all; those not examined share the reason ``rest``
+    ``token_budget`` most tokens that this iteration was allowed, None if the scheduler sets no limit
+    ``kv``           after the forward, before anyone leaves
+    """
+
+    index: int
+    start: float
+    end: float
+    members: tuple[Member, ...]
+    padding: tuple[PadRow, ...]
+    arrived: tuple[str, ...]
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+    finished: tuple[tuple[str, str], ...]
+    waiting: tuple[tuple[str, str], ...]
+    num_waiting: int
+    rest: str
+    token_budget: int | None
+    kv: KVSnapshot
+
+    @property
+    def prefill(self) -> int:
+        return sum(m.prefill for m in self.members)
+
+    @property
+    def decode(self) -> int:
+        return sum(m.decode for m in self.members)
+
+    @property
+    def recomputed(self) -> int:
+        return sum(m.recomputed for m in self.members)
+
+    @property
+    def padded(self) -> int:
+        return sum(p.num_tokens for p in self.padding)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens executed: prefill + decode + recomputed + padding."""
+        return sum(m.stop - m.start for m in self.members) + self.padded
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request from arrival to end. Filled in by the engine, complete when ``finish_reason`` is set.
+
+    ``scheduled``    start of the first iteration that computed any of its tokens; None if there was none
+    ``token_times``  end of the iteration that emitted each token
+    ``runs``         [start, end] of each stay among the active requests; more than one after a preemption
+    """
+
+    request_id: str
+    client: str
+    priority: int
+    num_prompt: int
+    max_new_tokens: int
+    arrival: float
+    scheduled: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    runs: list[list[float]] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish: float | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class Trace:
+    """A run: ``meta`` (how it was made), ``steps`` (one report an iteration), ``timelines`` (one a request)."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepReport] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+    @property
+    def simulated(self) -> bool:
+        return self.meta.get("clock") != "real"
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON lines: one header, then one line a step and one a timeline."""
+        with open(path, "w", encoding="utf-8") as file:
+            for kind, value in self._lines():
+                file.write(json.dumps({kind: value}, separators=(",", ":"), ensure_ascii=False) + "\n")
+
+    def _lines(self) -> Iterator[tuple[str, Any]]:
+        yield "meta", {"format": FORMAT, **self.meta}
+        for step in self.steps:
+            yield "step", asdict(step)
+        for timeline in self.timelines:
+            yield "timeline", asdict(timeline)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Reads what ``save`` wrote; raises ValueError naming file and line for anything else."""
+        trace = cls()
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    trace._take(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise ValueError(f"{path}:{number} is not a line of a minibatch trace: {error}") from error
+        if not trace.meta:
+            raise ValueError(f"{path} is not a minibatch trace: it has no header line")
+        return trace
+
+    def _take(self, line: dict[str, Any]) -> None:
+        ((kind, value),) = line.items()
+        if kind == "meta":
+            if value.pop("format") != FORMAT:
+                raise ValueError(f"this version reads trace format {FORMAT}")
+            self.meta = value
+        elif kind == "step":
+            self.steps.append(_step(value))
+        elif kind == "timeline":
+            self.timelines.append(Timeline(**value))
+        else:
+            raise ValueError(f"unknown kind {kind!r}")
+
+    def to_pandas(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Two tidy tables: one row an iteration, one row a request (see :mod:`minibatch.metrics`)."""
+        from minibatch import metrics
+
+        return metrics.steps_table(self), metrics.requests_table(self)
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Writes a Chrome/Perfetto trace (see :mod:`minibatch.chrome_trace`)."""
+        from minibatch import chrome_trace
+
+        chrome_trace.save(self, path)
+
+
+def _step(value: dict[str, Any]) -> StepReport:
+    kv = value.pop("kv")
+    holdings = tuple(Holding(**{**h, "units": tuple(h["units"])}) for h in kv.pop("holdings"))
+    members = tuple(Member(**m) for m in value.pop("members"))
+    padding = tuple(PadRow(**p) for p in value.pop("padding"))
+    for name in ("arrived", "admitted", "preempted"):
+        value[name] = tuple(value[name])
+    for name in ("finished", "waiting"):
+        value[name] = tuple(tuple(pair) for pair in value[name])
+    return StepReport(members=members, padding=padding, kv=KVSnapshot(**kv, holdings=holdings), **value)
