@@ -22,7 +22,7 @@ from minibatch.request import NeverFits, RequestState
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one request holds at the end of an iteration. ``filled + reserved + fragmentation == units * unit_size`` rows."""
+    """What one request holds at the end of an iteration: its units, and what their rows are used for."""
 
     request_id: str
     units: tuple[int, ...]
@@ -107,6 +107,9 @@ class KVCache(ABC):
         if num_tokens > self.max_request_tokens:
             raise NeverFits(f"{what} {self.describe_need(num_tokens)}")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_units} {self.unit_name}s of {self.unit_size})"
+
     def describe_need(self, num_tokens: int) -> str:
         return (
             f"needs {self.units_for(num_tokens)} {self.unit_name}s of {self.unit_size}, the pool has {self.num_units}"
@@ -129,9 +132,9 @@ class KVCache(ABC):
         units = self.units(request)
         rows = len(units) * self.unit_size
         if request.is_finished:  # a dead member of a static batch: nobody will read these rows again
-            return Holding(request.request_id, units, 0, rows, 0)
+            return Holding(request.label, units, 0, rows, 0)
         reserved, fragmentation = self.split_unused(request, rows - request.num_computed)
-        return Holding(request.request_id, units, request.num_computed, reserved, fragmentation)
+        return Holding(request.label, units, request.num_computed, reserved, fragmentation)
 
 
 class KVDraft:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from minibatch.kv_cache import KVCache
-from minibatch.request import RequestState
+from minibatch.request import RequestState, Status
 
 
 class Chunk(NamedTuple):
@@ -35,14 +35,14 @@ class Chunk(NamedTuple):
     @property
     def num_logits(self) -> int:
         """How many of the chunk's last positions need logits: one to sample from, all to score a prompt."""
-        wants_prompt = self.request.params.prompt_logprobs is not None
-        if (
-            wants_prompt
-            and len(self.request.prompt_logprobs) < self.request.num_prompt
-            and self.start < self.request.num_prompt
-        ):
-            return self.stop - self.start
-        return int(self.samples)
+        return self.stop - self.start if self.scores_prompt else int(self.samples)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted that no earlier chunk has given."""
+        request = self.request
+        wanted = request.params.prompt_logprobs is not None and self.start < request.num_prompt
+        return wanted and len(request.prompt_logprobs) < request.num_prompt
 
 
 class Padding(NamedTuple):
@@ -93,8 +93,46 @@ class Plan:
         return sum(c.stop - c.start for c in self.chunks) + sum(p.num_tokens for p in self.padding)
 
 
+class PlanError(RuntimeError):
+    """A scheduler or policy returned a plan that cannot be carried out. Raised before anything runs."""
+
+
+def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache) -> None:
+    """Raises PlanError, naming the scheduler and the numbers, if the plan breaks a rule of this module."""
+
+    def fail(what: str) -> None:
+        raise PlanError(f"{type(scheduler).__name__} planned {what}")
+
+    draft, gone, joined = kv.draft(), set(plan.preemptions), {a.request for a in plan.admissions}
+    for request in plan.preemptions:
+        if request.status is not Status.ACTIVE:
+            fail(f"to preempt {request.label}, which is {request.status.value}")
+        draft.release(request)
+    for request, reserve in plan.admissions:
+        if request.status is not Status.WAITING:
+            fail(f"to admit {request.label}, which is {request.status.value}")
+        if not draft.reserve(request, reserve):
+            fail(f"to admit {request.label}, but it {draft.shortage(request, reserve)}")
+    seen: set[RequestState] = set()
+    for request, start, stop in plan.chunks:
+        if request in seen:
+            fail(f"two chunks of {request.label}")
+        seen.add(request)
+        if request in gone or not (request in joined or request.status is Status.ACTIVE):
+            fail(f"a chunk of {request.label}, which is not active in this iteration")
+        if not request.num_computed == start < stop <= request.num_tokens:
+            have = f"{request.num_computed} of its {request.num_tokens} tokens are computed"
+            fail(f"tokens {start}:{stop} of {request.label}, but {have}")
+        if not draft.reserve(request, stop):
+            fail(f"tokens {start}:{stop} of {request.label}, but it {draft.shortage(request, stop)}")
+    if scheduler.token_budget is not None and plan.num_tokens > scheduler.token_budget:
+        fail(f"{plan.num_tokens} tokens in an iteration of at most {scheduler.token_budget}")
+
+
 class Scheduler(Protocol):
     """What the engine asks of a scheduler: who takes part in the next iteration, and who leaves after it."""
+
+    token_budget: int | None  # most tokens of one iteration, None if there is no limit
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Raises a RequestRefused if this scheduler could never run the request to its end."""

@@ -56,7 +56,7 @@ class QueueFull(RequestRefused):
 
 
 class EngineStalled(RuntimeError):
-    """Work is pending, nothing can run and nothing is going to change: a bug in a policy. Names the head of the queue."""
+    """Work is pending, nothing can run and nothing is going to change: a policy's bug. Names the head of the queue."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Normalises ``stop``, ``stop_token_ids`` and ``logit_bias``; raises InvalidParams naming field, value and range."""
+        """Normalises the collections; raises InvalidParams naming field, value and range."""
         set_field = object.__setattr__  # frozen: normalised once, here, and never again
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -172,7 +172,8 @@ class Status(Enum):
 class RequestState:
     """What one engine knows about one request. Only the engine changes it.
 
-    ``request_id``       unique in the engine's trace (an id that is used again gets a suffix)
+    ``request_id``       the user's id, or one that the engine made
+    ``label``            the same, unique in the engine's trace: an id that is used again gets a suffix
     ``max_new_tokens``   G: ``max_tokens``, cut to what context and cache allow
     ``stop_token_ids``   every id that ends this request
     ``num_computed``     leading tokens whose K/V are cached
@@ -182,6 +183,7 @@ class RequestState:
 
     request: Request
     request_id: str
+    label: str
     prompt: Sequence[int]
     arrival_time: float
     max_new_tokens: int
@@ -195,10 +197,10 @@ class RequestState:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
     text: Any = None  # detokenizer.TextStream, if the engine has a tokenizer
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
+    result: Result | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
@@ -234,6 +236,20 @@ class RequestState:
         """``tokens[start:stop]`` of the one list that a request is, without building the whole of it."""
         split = self.num_prompt
         return [*self.prompt[start:stop], *self.generated[max(start - split, 0) : max(stop - split, 0)]]
+
+    def to_result(self, error: Exception | None = None) -> Result:
+        """What the user gets, once it has finished."""
+        return Result(
+            request_id=self.request_id,
+            finish_reason=self.finish_reason,
+            tokens=tuple(self.generated),
+            text="" if self.text is None else self.text.text,
+            stop_reason=self.stop_reason,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            timeline=self.timeline,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,16 @@ is instrumented. Times are seconds on the engine's clock: measured by a real clo
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import minibatch
 from minibatch.kv_cache import Holding, KVSnapshot
 
 if TYPE_CHECKING:
@@ -186,6 +190,15 @@ class Trace:
         from minibatch import chrome_trace
 
         chrome_trace.save(self, path)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages whose numbers may depend on them, as far as they are installed."""
+    found = {"python": platform.python_version(), "minibatch": minibatch.__version__}
+    for package in ("torch", "transformers", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _step(value: dict[str, Any]) -> StepReport:

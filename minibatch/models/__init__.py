@@ -33,5 +33,5 @@ class Model(Protocol):
     def forward(self, plan: Plan, kv: KVCache, store: Any) -> Any:
         """Computes the plan's chunks and padding; K/V go to the rows of ``store`` that ``kv`` names.
 
-        Returns logits ``[rows, vocab_size]`` (numpy or torch): for each chunk in order its last ``num_logits`` positions.
+        Returns logits ``[rows, vocab_size]`` (numpy or torch): of each chunk, in order, the last ``num_logits``.
         """

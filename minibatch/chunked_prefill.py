@@ -1,0 +1,48 @@
+"""Chunked prefill: iterations of a bounded number of tokens, decodes first (Sarathi-Serve, OSDI 2024, section 4).
+
+A long prompt in an iteration makes everybody who is decoding wait for it: a generation stall. So a prompt is cut, and
+every iteration takes one token for each decoding request, then as much of the prompts as the token budget has left.
+The budget is the trade: a small one bounds the time between tokens, a large one finishes prompts sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minibatch.kv_cache import KVCache
+from minibatch.plan import Plan
+from minibatch.plan_draft import PlanDraft, least_recently_scheduled
+from minibatch.request import RequestState
+
+
+@dataclass(frozen=True)
+class ChunkedPrefill:
+    """At most ``token_budget`` tokens an iteration, shared by up to ``max_num_seqs`` active requests.
+
+    ``max_chunk``  the most that one request may have of an iteration, so that a long prompt cannot keep the whole
+                   budget to itself while short ones wait (None: no such cap)
+    """
+
+    token_budget: int = 512
+    max_num_seqs: int = 256
+    max_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1 or self.max_num_seqs < 1 or (self.max_chunk is not None and self.max_chunk < 1):
+            got = f"{self.token_budget}, {self.max_num_seqs} and {self.max_chunk}"
+            raise ValueError(f"token_budget, max_num_seqs and max_chunk must be at least 1, got {got}")
+
+    def check(self, request: RequestState, kv: KVCache) -> None:
+        """Any request that the cache can hold can run: whatever its length, it is cut to the budget."""
+
+    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        draft = PlanDraft(active, kv, self.token_budget, self.max_num_seqs, partial=True, max_chunk=self.max_chunk)
+        draft.run(least_recently_scheduled(r for r in active if r.is_decoding))
+        draft.run(r for r in active if not r.is_decoding)  # prompts begun before: they hold memory, so finish them
+        draft.admit(queue)
+        return draft.plan()
+
+    def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
+        """Each one as soon as it has finished."""
+        return [request for request in active if request.is_finished]

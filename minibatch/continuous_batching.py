@@ -1,0 +1,76 @@
+"""Continuous batching: membership is decided again before every iteration (Orca, OSDI 2022, section 3).
+
+This is the whole mechanism: finished requests leave after an iteration, waiting ones join before the next. Everything
+else is policy. The one policy that cannot be avoided here is *phase order*: an admitted prompt is computed whole, in
+one iteration, and somebody has to decide how that iteration treats the requests that are decoding.
+
+``phase_order="mixed"``          prompts and decodes share iterations (Orca's selective batching);
+                                 ``first`` says who takes the token limit first
+``phase_order="prefill-first"``  while anything can be admitted, iterations hold prompts only and decodes stall
+                                 (vLLM before chunked prefill: best time to first token, worst time between tokens)
+
+With a :class:`~minibatch.kv_cache.ContiguousKVCache` a request is admitted with all the memory it may ever need, and
+never preempted. With a :class:`~minibatch.paged_kv_cache.PagedKVCache` it is admitted when its prompt fits, grows, and
+may be preempted: that is vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minibatch.kv_cache import KVCache
+from minibatch.plan import Plan
+from minibatch.plan_draft import PlanDraft, least_recently_scheduled
+from minibatch.request import PromptTooLong, RequestState
+
+
+@dataclass(frozen=True)
+class ContinuousBatching:
+    """At most ``max_num_seqs`` active requests, and ``max_num_batched_tokens`` tokens an iteration."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    phase_order: str = "mixed"
+    first: str = "decode"
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
+            got = f"{self.max_num_seqs} and {self.max_num_batched_tokens}"
+            raise ValueError(f"need max_num_seqs >= 1 and max_num_batched_tokens >= 1, got {got}")
+        if self.phase_order not in ("mixed", "prefill-first"):
+            raise ValueError(f"phase_order must be 'mixed' or 'prefill-first', got {self.phase_order!r}")
+        if self.first not in ("decode", "prefill"):
+            raise ValueError(f"first must be 'decode' or 'prefill', got {self.first!r}")
+
+    @property
+    def token_budget(self) -> int:
+        return self.max_num_batched_tokens
+
+    def check(self, request: RequestState, kv: KVCache) -> None:
+        """Its prompt, or all it may have computed when it is preempted, must fit one iteration: nothing is cut here."""
+        most, limit = request.num_prompt, self.max_num_batched_tokens
+        what = f"prompt {most}"
+        if kv.grows:
+            most = request.max_cached_tokens
+            what += f" + {request.max_new_tokens} new tokens may need {most} tokens in one iteration after a preemption"
+        if most > limit:
+            raise PromptTooLong(
+                f"{what}, max_num_batched_tokens is {limit}: raise it, or use ChunkedPrefill, which cuts prompts"
+            )
+
+    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        draft = PlanDraft(active, kv, self.max_num_batched_tokens, self.max_num_seqs)
+        decodes = least_recently_scheduled(active)
+        if self.phase_order == "mixed" and self.first == "decode":
+            draft.run(decodes)
+            draft.admit(queue)
+        else:
+            draft.admit(queue)
+            if self.phase_order == "mixed" or not draft.chunks:
+                draft.run(decodes)
+        return draft.plan()
+
+    def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
+        """Each one as soon as it has finished."""
+        return [request for request in active if request.is_finished]

@@ -1,0 +1,108 @@
+"""The door: what can be known to be impossible about a request is refused before it enters, with its numbers.
+
+Behind the door nothing can go wrong for one request that would harm another: its ids exist, its length fits context,
+cache and iteration, its stop conditions can be tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+
+from minibatch.detokenizer import TextStream
+from minibatch.kv_cache import KVCache
+from minibatch.models import Model
+from minibatch.request import InvalidParams, InvalidPrompt, NeverFits, PromptTooLong, Request, RequestState
+from minibatch.trace import Timeline
+
+
+def accept(
+    request: Request,
+    label: str,
+    timeline: Timeline,
+    seed: int,
+    model: Model,
+    kv: KVCache,
+    max_model_len: int | None,
+) -> RequestState:
+    """The live state of a request that can run; raises a RequestRefused for one that never could."""
+    prompt = check_prompt(request.prompt, model.vocab_size)
+    check_vocabulary(request, model.vocab_size, model.tokenizer is not None)
+    timeline.num_prompt = len(prompt)
+    params = request.params
+    timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, kv.max_request_tokens)
+    end_of_sequence = frozenset() if params.ignore_eos else model.eos_token_ids
+    state = RequestState(
+        request=request,
+        request_id=label if request.request_id is None else request.request_id,
+        label=label,
+        prompt=prompt,
+        arrival_time=timeline.arrival,
+        max_new_tokens=timeline.max_new_tokens,
+        stop_token_ids=end_of_sequence.union(params.stop_token_ids),
+        seed=seed if params.seed is None else params.seed,
+        timeline=timeline,
+        text=None if model.tokenizer is None else TextStream(model.tokenizer, params),
+    )
+    kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
+    return state
+
+
+def check_envelope(request: Request) -> None:
+    """Raises InvalidParams for an id that is not text, or an arrival at no time on the clock."""
+    if request.request_id is not None and not isinstance(request.request_id, str):
+        raise InvalidParams(f"request_id must be a string, got {request.request_id!r}")
+    arrival = request.arrival_time
+    number = isinstance(arrival, (int, float)) and not isinstance(arrival, bool)
+    if arrival is not None and not (number and 0 <= arrival < math.inf):
+        raise InvalidParams(f"arrival_time must be a number of seconds from 0 on, got {arrival!r}")
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of its own; raises InvalidPrompt naming the first token that is not an id of this model."""
+    if isinstance(prompt, (str, bytes)):
+        raise InvalidPrompt("the prompt is text, an engine takes token ids: encode it, or use LLM.generate")
+    if not hasattr(prompt, "__len__"):
+        raise InvalidPrompt(f"the prompt must be a sequence of token ids, got {prompt!r}")
+    if len(prompt) == 0:
+        raise InvalidPrompt("the prompt is empty: there is nothing to continue from")
+    for index, token in enumerate(prompt):
+        _check_token(token, vocab_size, f"prompt token {index}", InvalidPrompt)
+    return [int(token) for token in prompt]
+
+
+def check_vocabulary(request: Request, vocab_size: int, has_tokenizer: bool) -> None:
+    """Raises InvalidParams for stop ids or biased ids outside the vocabulary, or stop strings without a tokenizer."""
+    params = request.params
+    for token in params.stop_token_ids:
+        _check_token(token, vocab_size, "stop_token_ids", InvalidParams)
+    for token in params.logit_bias:
+        _check_token(token, vocab_size, "logit_bias", InvalidParams)
+    if params.stop and not has_tokenizer:
+        raise InvalidParams(f"stop strings {params.stop} need a tokenizer, and this model has none")
+
+
+def new_token_limit(num_prompt: int, max_tokens: int | None, max_model_len: int | None, max_cached: int) -> int:
+    """G, the most tokens that a request may generate: what it asks for, cut to the context.
+
+    ``max_tokens`` None asks for all that context and cache (``max_cached`` tokens a request) have room for.
+    Raises PromptTooLong if the context has no room for one new token, NeverFits if the cache cannot hold the prompt.
+    """
+    if max_model_len is not None and num_prompt >= max_model_len:
+        raise PromptTooLong(
+            f"prompt {num_prompt} leaves no room for a new token: the context is {max_model_len} tokens"
+        )
+    limits = [] if max_model_len is None else [max_model_len - num_prompt]
+    if max_tokens is not None:
+        return min([max_tokens, *limits])
+    if num_prompt > max_cached:
+        raise NeverFits(f"prompt {num_prompt} does not fit: the cache holds at most {max_cached} tokens a request")
+    return min([max_cached - num_prompt + 1, *limits])
+
+
+def _check_token(token: object, vocab_size: int, what: str, error: type[InvalidPrompt] | type[InvalidParams]) -> None:
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise error(f"{what} is {token!r}: not an integer")
+    if not 0 <= token < vocab_size:
+        raise error(f"{what} is {token}: this model's ids are 0 to {vocab_size - 1}")

@@ -1,0 +1,343 @@
+"""The one loop: arrivals -> plan -> reserve -> forward -> sample -> commit -> report.
+
+``engine.step()`` is the whole engine: one iteration, start to end, in one thread. The scheduler decides, the KV cache
+keeps addresses, the model computes; this module carries the decision out, keeps the books, and is the only place where
+a request changes state. The four configurations of the project are this loop with other parts:
+
+    static      StaticBatching       ContiguousKVCache
+    continuous  ContinuousBatching   ContiguousKVCache
+    paged       ContinuousBatching   PagedKVCache
+    chunked     ChunkedPrefill       PagedKVCache
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from minibatch import door
+from minibatch.clock import Clock
+from minibatch.kv_cache import KVCache, KVSnapshot
+from minibatch.models import Model
+from minibatch.next_tokens import next_tokens
+from minibatch.plan import Chunk, Plan, Scheduler, check_plan
+from minibatch.request import (
+    DuplicateRequest,
+    EngineStalled,
+    QueueFull,
+    Request,
+    RequestRefused,
+    RequestState,
+    Result,
+    Status,
+)
+from minibatch.sampling import Sample, SamplingError
+from minibatch.streaming import Stream
+from minibatch.trace import Member, PadRow, StepReport, Timeline, Trace, versions
+
+
+class Engine:
+    """Runs requests on a model, one iteration a ``step()``.
+
+    ``clock``          default: the one that fits the model (real for a model that computes, virtual for a toy)
+    ``max_model_len``  context limit in tokens; default: the model's
+    ``max_queue``      most requests that may wait; an arrival beyond it is refused (default: no limit)
+    ``seed``           of the draws of requests that have no seed of their own; None: different in every run
+    ``meta``           facts to keep in the trace's header, such as the workload's name
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        kv_cache: KVCache,
+        *,
+        clock: Clock | None = None,
+        max_model_len: int | None = None,
+        max_queue: int | None = None,
+        seed: int | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.scheduler, self.kv = model, scheduler, kv_cache
+        self.clock = clock or model.clock()
+        limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
+        self.max_model_len = min(limits) if limits else None
+        self.max_queue = max_queue
+        self.store = model.allocate(kv_cache.num_rows)
+        self.queue: deque[RequestState] = deque()  # waiting, in arrival order
+        self.active: list[RequestState] = []  # holding memory, in admission order
+        self._arrivals: list[tuple[float, int, RequestState]] = []  # a heap of what arrives later
+        self._live: dict[str, RequestState] = {}  # every request that has no result yet, by id
+        self._labels: set[str] = set()
+        self._arrived: list[str] = []  # since the last report, as is _ended
+        self._ended: list[tuple[str, str]] = []
+        self._num_submitted = 0
+        self._random = random.Random(seed)
+        self.results: dict[str, Result] = {}  # by id; an id that is used again has its newest result
+        self.trace = Trace(
+            {
+                "clock": self.clock.kind,
+                "model": model.name,
+                "scheduler": repr(scheduler),
+                "kv_cache": repr(kv_cache),
+                "max_model_len": self.max_model_len,
+                "versions": versions(),
+                **(meta or {}),
+            }
+        )
+
+    # ---------------------------------------------------------------- the user's side
+
+    def submit(self, request: Request) -> str:
+        """Takes a request and returns its id; raises a RequestRefused that says why, and then nothing has changed."""
+        return self._submit(request).request_id
+
+    def stream(self, request: Request) -> Stream:
+        """Takes a request and returns an iterator over its output as it is made; closing it aborts the request."""
+        return Stream(self, self._submit(request))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now, wherever it is; its memory is free at once. False if no live request has this id."""
+        state = self._live.get(request_id)
+        if state is None:
+            return False
+        if state.status is Status.WAITING:
+            self._remove_waiting(state)
+        self._finish(state, "abort", self.clock.now())
+        self._let_go()
+        return True
+
+    def run(self, requests: Iterable[Request], on_step: Callable[[StepReport], object] | None = None) -> list[Result]:
+        """Runs requests to their end; one Result each, in input order, those refused at the door included.
+
+        ``on_step`` is called with every report: a progress bar, or a client that submits its next request.
+        """
+        outcomes = [self._submit_or_refuse(request) for request in requests]
+        while (report := self.step()) is not None:
+            if on_step is not None:
+                on_step(report)
+        return [outcome if isinstance(outcome, Result) else outcome.result for outcome in outcomes]
+
+    def step(self) -> StepReport | None:
+        """Executes one iteration, after waiting for one to become possible; None when nothing submitted remains."""
+        while True:
+            now = self.clock.now()
+            self._deliver(now)
+            if self.queue or self.active:
+                plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
+                check_plan(plan, self.scheduler, self.kv)
+                if plan.chunks:
+                    return self._execute(plan, now)
+                self._wait(plan, now)
+            elif self._arrivals:
+                self.clock.wait_until(self._arrivals[0][0])
+            else:
+                return None
+
+    # ---------------------------------------------------------------- into the engine
+
+    def _submit_or_refuse(self, request: Request) -> RequestState | Result:
+        try:
+            return self._submit(request)
+        except RequestRefused as error:
+            timeline = self.trace.timelines[-1]
+            name = request.request_id if isinstance(request.request_id, str) else timeline.request_id
+            return Result(name, "rejected", error=f"{type(error).__name__}: {error}", timeline=timeline)
+
+    def _submit(self, request: Request) -> RequestState:
+        label = self._unique_label(request.request_id)
+        arrival = self.clock.now() if request.arrival_time is None else request.arrival_time
+        timeline = Timeline(label, request.client, request.priority, 0, 0, arrival)
+        self.trace.timelines.append(timeline)
+        try:
+            state = self._accept(request, label, timeline)
+            if request.arrival_time is None:
+                self._deliver(arrival)
+                self._check_queue()
+        except RequestRefused:
+            timeline.finish, timeline.finish_reason = arrival, "rejected"
+            raise
+        self._live[state.request_id] = state
+        if request.arrival_time is None:
+            self._arrive(state)
+        else:
+            heapq.heappush(self._arrivals, (arrival, self._num_submitted, state))
+        return state
+
+    def _accept(self, request: Request, label: str, timeline: Timeline) -> RequestState:
+        """Past the door; raises a RequestRefused."""
+        door.check_envelope(request)
+        if request.request_id in self._live:
+            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
+        seed = self._random.getrandbits(63)  # drawn for every request, so that one's seed does not shift another's
+        state = door.accept(request, label, timeline, seed, self.model, self.kv, self.max_model_len)
+        self.scheduler.check(state, self.kv)
+        return state
+
+    def _unique_label(self, request_id: str | None) -> str:
+        """The id itself, where it is new; else with the first free suffix, so that the trace stays unambiguous."""
+        self._num_submitted += 1
+        base = f"r{self._num_submitted - 1}" if request_id is None else str(request_id)
+        label, uses = base, 1
+        while label in self._labels:
+            uses += 1
+            label = f"{base}~{uses}"
+        self._labels.add(label)
+        return label
+
+    def _check_queue(self) -> None:
+        if self.max_queue is not None and len(self.queue) >= self.max_queue:
+            raise QueueFull(f"{len(self.queue)} requests wait already, max_queue is {self.max_queue}")
+
+    def _deliver(self, now: float) -> None:
+        """Arrivals whose time has come enter the queue, or find it full."""
+        while self._arrivals and self._arrivals[0][0] <= now:
+            state = heapq.heappop(self._arrivals)[2]
+            try:
+                self._check_queue()
+            except QueueFull as error:
+                self._finish(state, "rejected", state.arrival_time, error)
+            else:
+                self._arrive(state)
+
+    def _arrive(self, state: RequestState) -> None:
+        self.queue.append(state)
+        self._arrived.append(state.label)
+
+    # ---------------------------------------------------------------- one iteration
+
+    def _execute(self, plan: Plan, start: float) -> StepReport:
+        for state in plan.preemptions:
+            self._preempt(state, start)
+        for admission in plan.admissions:
+            self._admit(admission.request, start)
+            self.kv.reserve(admission.request, admission.reserve)
+        for chunk in plan.chunks:
+            self.kv.reserve(chunk.request, chunk.stop)
+        outcomes = next_tokens(plan, self.model.forward(plan, self.kv, self.store))
+        self.clock.advance(plan)
+        end = self.clock.now()
+        members = tuple(self._commit(chunk, outcomes.get(chunk.request), start) for chunk in plan.chunks)
+        snapshot = self.kv.snapshot(self.active)  # after the forward, before anyone leaves
+        for state, outcome in outcomes.items():
+            self._emit(state, outcome, end)
+        self._let_go()
+        return self._report(plan, start, end, members, snapshot)
+
+    def _preempt(self, state: RequestState, now: float) -> None:
+        """By recomputation: all its K/V is dropped, and computed again from its tokens when it is back."""
+        self.kv.release(state)
+        self.active.remove(state)
+        self.queue.appendleft(state)  # victims come newest first, so the order of arrival is kept
+        state.status, state.num_computed = Status.WAITING, 0
+        state.timeline.num_preemptions += 1
+        state.timeline.runs[-1][1] = now
+
+    def _admit(self, state: RequestState, now: float) -> None:
+        self.queue.remove(state)
+        self.active.append(state)
+        state.status = Status.ACTIVE
+        state.timeline.runs.append([now, now])
+
+    def _commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, start: float) -> Member:
+        """The chunk's tokens are computed now. Counts each as prefill, decode or recomputed."""
+        state = chunk.request
+        recomputed = max(min(chunk.stop, state.high_water) - chunk.start, 0)
+        fresh = chunk.start + recomputed
+        prefill = max(min(chunk.stop, state.num_prompt) - fresh, 0)
+        state.num_computed = chunk.stop
+        state.high_water = max(state.high_water, chunk.stop)
+        state.last_scheduled = len(self.trace.steps)
+        if state.timeline.scheduled is None:
+            state.timeline.scheduled = start
+        emitted = outcome.token if isinstance(outcome, Sample) else None
+        decode = chunk.stop - fresh - prefill
+        return Member(state.label, chunk.start, chunk.stop, prefill, decode, recomputed, emitted)
+
+    def _emit(self, state: RequestState, outcome: Sample | SamplingError, now: float) -> None:
+        """Gives a request its next token, and ends it if that was its last."""
+        if isinstance(outcome, SamplingError):
+            self._finish(state, "abort", now, outcome)
+            return
+        state.generated.append(outcome.token)
+        state.timeline.token_times.append(now)
+        if state.params.logprobs is not None:
+            state.logprobs.append(outcome)
+        matched = state.text is not None and state.text.push(outcome.token)
+        if outcome.token in state.stop_token_ids:
+            state.stop_reason = outcome.token if outcome.token in state.params.stop_token_ids else None
+            self._finish(state, "stop", now)
+        elif matched:
+            state.stop_reason = state.text.stop_reason
+            self._finish(state, "stop", now)
+        elif len(state.generated) == state.max_new_tokens:
+            self._finish(state, "length", now)
+
+    def _finish(self, state: RequestState, reason: str, now: float, error: Exception | None = None) -> None:
+        """The one place where a request ends: exactly one Result."""
+        was_active = state.status is Status.ACTIVE
+        state.status, state.finish_reason = Status.FINISHED, reason
+        if state.text is not None:
+            state.text.finish()
+        timeline = state.timeline
+        timeline.finish, timeline.finish_reason = now, reason
+        if was_active:
+            timeline.runs[-1][1] = now
+        del self._live[state.request_id]
+        self._ended.append((state.label, reason))
+        state.result = self.results[state.request_id] = state.to_result(error)
+
+    def _let_go(self) -> None:
+        """An iteration boundary: those whom the scheduler lets leave give up place and memory."""
+        leaving = self.scheduler.leaving(self.active)
+        for state in leaving:
+            self.kv.release(state)
+        if leaving:
+            gone = set(leaving)
+            self.active = [state for state in self.active if state not in gone]
+
+    def _report(
+        self, plan: Plan, start: float, end: float, members: tuple[Member, ...], snapshot: KVSnapshot
+    ) -> StepReport:
+        report = StepReport(
+            index=len(self.trace.steps),
+            start=start,
+            end=end,
+            members=members,
+            padding=tuple(PadRow(p.request.label, p.num_tokens, p.dead) for p in plan.padding),
+            arrived=tuple(self._arrived),
+            admitted=tuple(admission.request.label for admission in plan.admissions),
+            preempted=tuple(state.label for state in plan.preemptions),
+            finished=tuple(self._ended),
+            waiting=tuple((waiting.request.label, waiting.reason) for waiting in plan.waiting),
+            num_waiting=len(self.queue),
+            rest=plan.rest,
+            token_budget=self.scheduler.token_budget,
+            kv=snapshot,
+        )
+        self._arrived, self._ended = [], []
+        self.trace.steps.append(report)
+        return report
+
+    # ---------------------------------------------------------------- between iterations
+
+    def _wait(self, plan: Plan, now: float) -> None:
+        """Nothing to compute yet: waits for the time that the plan names, or for an arrival before it."""
+        if plan.wake_at is None or plan.wake_at <= now:
+            head = self.queue[0] if self.queue else self.active[0]
+            reason = next((waiting.reason for waiting in plan.waiting if waiting.request is head), plan.rest)
+            raise EngineStalled(
+                f"{type(self.scheduler).__name__} planned nothing with {len(self.queue)} waiting and "
+                f"{len(self.active)} active; the head is {head.label}: {reason or 'no reason given'}"
+            )
+        self.clock.wait_until(min([plan.wake_at, *(arrival for arrival, _, _ in self._arrivals[:1])]))
+
+    def _remove_waiting(self, state: RequestState) -> None:
+        if state in self.queue:
+            self.queue.remove(state)
+        else:
+            self._arrivals = [entry for entry in self._arrivals if entry[2] is not state]
+            heapq.heapify(self._arrivals)

@@ -1,0 +1,114 @@
+"""A plan in the making: one iteration's budget and memory, spent request by request.
+
+The schedulers that re-decide membership every iteration differ only in *who is asked first* and in whether a prompt may
+be cut. What asking means is the same for all and stands here: a request gets tokens while the token budget lasts and
+rows while the cache lasts; a running request that finds no rows displaces the newest running one (recompute
+preemption, as in vLLM), so the oldest can always finish; a waiting one that does not fit just keeps waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from minibatch.kv_cache import KVCache
+from minibatch.plan import Admission, Chunk, Plan, Waiting
+from minibatch.request import RequestState
+
+
+class PlanDraft:
+    """``partial``: a request may compute part of what it has pending, at most ``max_chunk`` tokens of it."""
+
+    def __init__(
+        self,
+        active: Sequence[RequestState],
+        kv: KVCache,
+        token_budget: int,
+        max_num_seqs: int,
+        partial: bool = False,
+        max_chunk: int | None = None,
+    ) -> None:
+        self.kv = kv.draft()
+        self.token_budget, self.budget = token_budget, token_budget
+        self.max_num_seqs, self.partial, self.max_chunk = max_num_seqs, partial, max_chunk
+        self.running = list(active)  # the last is the newest: the next victim
+        self.chunks: dict[RequestState, Chunk] = {}
+        self.admissions: dict[RequestState, Admission] = {}
+        self.preempted: dict[RequestState, None] = {}  # an ordered set
+        self.waiting: list[Waiting] = []
+        self.rest = ""
+
+    def run(self, requests: Iterable[RequestState]) -> None:
+        """Gives each of these running requests its pending tokens, while the budget lasts."""
+        for request in requests:
+            size = self._size(request)
+            if size and request not in self.preempted and self._make_room(request, request.num_computed + size):
+                self._schedule(request, size)
+
+    def admit(self, queue: Iterable[RequestState]) -> None:
+        """Admits from the head of the queue until one does not fit: nobody overtakes (strict FCFS)."""
+        for request in queue:
+            if reason := self._try_admit(request):
+                self.waiting.append(Waiting(request, reason))
+                self.rest = f"behind {request.label}"
+                return
+
+    def plan(self) -> Plan:
+        return Plan(
+            chunks=tuple(self.chunks.values()),
+            admissions=tuple(self.admissions.values()),
+            preemptions=tuple(self.preempted),
+            waiting=tuple(self.waiting),
+            rest=self.rest,
+        )
+
+    def _size(self, request: RequestState) -> int:
+        """Tokens that the request may compute within the budget; 0 if it has to wait for the next iteration."""
+        size = request.num_pending
+        if self.partial:
+            return min(size, self.budget, self.max_chunk or size)
+        return size if size <= self.budget else 0
+
+    def _schedule(self, request: RequestState, size: int) -> None:
+        self.chunks[request] = Chunk(request, request.num_computed, request.num_computed + size)
+        self.budget -= size
+
+    def _make_room(self, request: RequestState, num_tokens: int) -> bool:
+        """Displaces the newest until the request's rows are there; False if it was the newest itself."""
+        while not self.kv.reserve(request, num_tokens):
+            victim = self.running.pop()
+            self._displace(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _displace(self, victim: RequestState) -> None:
+        """Takes memory, budget and place away, whether or not the victim has already been planned."""
+        self.kv.release(victim)
+        if chunk := self.chunks.pop(victim, None):
+            self.budget += chunk.stop - chunk.start
+        if self.admissions.pop(victim, None):  # it only got in during this plan, so it simply stays in the queue
+            self.waiting.insert(0, Waiting(victim, f"{self.kv.kv.unit_name}s: running requests need them"))
+            self.rest = f"behind {victim.label}"
+        else:
+            self.preempted[victim] = None
+
+    def _try_admit(self, request: RequestState) -> str:
+        """Admits the request, or says why not."""
+        if self.preempted:  # what was just taken from one must not go to another: they would take turns for ever
+            return f"thrash guard: {len(self.preempted)} preempted in this iteration"
+        if len(self.running) >= self.max_num_seqs:
+            return f"slots: {len(self.running)} of {self.max_num_seqs} taken"
+        size = self._size(request)
+        if not size:
+            return f"token budget: needs {request.num_pending}, {self.budget} of {self.token_budget} left"
+        if not self.kv.reserve(request, size):
+            return f"{self.kv.kv.unit_name}s: {self.kv.shortage(request, size)}"
+        self.running.append(request)
+        self.admissions[request] = Admission(request, size)
+        self._schedule(request, size)
+        return ""
+
+
+def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestState]:
+    """Who went without in the last iteration comes first in this one: decodes beyond the budget take turns."""
+    return sorted(requests, key=lambda request: request.last_scheduled)
