@@ -1,0 +1,292 @@
+"""Latency and throughput, as pure functions of a :class:`~minibatch.trace.Trace`. What every word means:
+
+``queueing_delay``  arrival to the start of the first iteration that computes any of the request's tokens
+``ttft``            time to first token: arrival to the end of the iteration that emits it
+``tbt``             time between tokens: the n - 1 gaps of n tokens; a stall or a preemption is inside the gap it makes
+``tpot``            time per output token: the mean TBT of one request; undefined for a single token
+``e2e``             arrival to finish
+
+The arrival is the *planned* one, so time spent before the engine even saw the request counts as waiting. Only completed
+requests (finish reason ``stop`` or ``length``) are averaged; aborted, rejected and unfinished ones are counted apart.
+What was not measured is NaN, never 0.0, which is a possible value. All of it is in seconds on the trace's clock.
+Percentiles interpolate linearly between order statistics (numpy's default, ``method="linear"``).
+
+The words are those of Orca (OSDI 2022), Sarathi-Serve (OSDI 2024: TBT) and DistServe (OSDI 2024: TPOT, goodput). A mean
+hides who pays: :func:`split` gives the same numbers a client, a priority or a length class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from minibatch.trace import StepReport, Timeline, Trace
+
+COMPLETED = ("stop", "length")
+LATENCIES = ("queueing_delay", "ttft", "tbt", "tpot", "e2e")
+OBJECTIVES = ("queueing_delay", "ttft", "tpot", "max_tbt", "e2e")
+
+# Column -> dtype, so that an empty table has the types of a full one. A float column can be NaN: not measured.
+REQUEST_COLUMNS = {
+    "request_id": str,
+    "client": str,
+    "priority": int,
+    "num_prompt": int,
+    "num_generated": int,
+    "max_new_tokens": int,
+    "arrival": float,
+    "scheduled": float,
+    "first_token": float,
+    "last_token": float,
+    "finish": float,
+    "finish_reason": object,
+    "num_preemptions": int,
+    "queueing_delay": float,
+    "ttft": float,
+    "tpot": float,
+    "max_tbt": float,
+    "e2e": float,
+}
+STEP_COLUMNS = {
+    "index": int,
+    "start": float,
+    "end": float,
+    "duration": float,
+    "num_seqs": int,
+    "prefill": int,
+    "decode": int,
+    "recomputed": int,
+    "padding": int,
+    "dead_padding": int,
+    "num_tokens": int,
+    "token_budget": float,
+    "arrived": int,
+    "admitted": int,
+    "preempted": int,
+    "finished": int,
+    "num_waiting": int,
+    "kv_filled": int,
+    "kv_reserved": int,
+    "kv_fragmentation": int,
+    "kv_free": int,
+    "kv_capacity": int,
+}
+
+
+def gaps(timeline: Timeline) -> np.ndarray:
+    """The TBTs of one request: float64 ``[tokens - 1]``, empty for fewer than two tokens."""
+    return np.diff(np.asarray(timeline.token_times, dtype=np.float64))
+
+
+def requests_table(trace: Trace) -> pd.DataFrame:
+    """One row a request, in the order of the trace: who, how much, when, and the latencies that follow from it.
+
+    Rows of aborted, rejected and unfinished requests hold what was measured before they ended. ``max_tbt`` is the
+    longest gap: the worst stall that this user saw.
+    """
+    return _table((_request_row(t) for t in trace.timelines), REQUEST_COLUMNS)
+
+
+def steps_table(trace: Trace) -> pd.DataFrame:
+    """One row an iteration: when, how many tokens of which kind, who came and went, where the rows of the cache are.
+
+    ``padding`` counts all padding, ``dead_padding`` the part of it in rows of finished requests; ``num_seqs`` is the
+    number of requests that computed something. ``token_budget`` is NaN where the scheduler sets none.
+    """
+    return _table((_step_row(s) for s in trace.steps), STEP_COLUMNS)
+
+
+def _request_row(timeline: Timeline) -> dict[str, Any]:
+    first, last = (timeline.token_times[0], timeline.token_times[-1]) if timeline.token_times else (None, None)
+    between = gaps(timeline)
+    return {
+        "request_id": timeline.request_id,
+        "client": timeline.client,
+        "priority": timeline.priority,
+        "num_prompt": timeline.num_prompt,
+        "num_generated": len(timeline.token_times),
+        "max_new_tokens": timeline.max_new_tokens,
+        "arrival": timeline.arrival,
+        "scheduled": timeline.scheduled,
+        "first_token": first,
+        "last_token": last,
+        "finish": timeline.finish,
+        "finish_reason": timeline.finish_reason,
+        "num_preemptions": timeline.num_preemptions,
+        "queueing_delay": _since(timeline.arrival, timeline.scheduled),
+        "ttft": _since(timeline.arrival, first),
+        "tpot": between.mean() if between.size else None,
+        "max_tbt": between.max() if between.size else None,
+        "e2e": _since(timeline.arrival, timeline.finish),
+    }
+
+
+def _step_row(step: StepReport) -> dict[str, Any]:
+    return {
+        "index": step.index,
+        "start": step.start,
+        "end": step.end,
+        "duration": step.end - step.start,
+        "num_seqs": len(step.members),
+        "prefill": step.prefill,
+        "decode": step.decode,
+        "recomputed": step.recomputed,
+        "padding": step.padded,
+        "dead_padding": sum(p.num_tokens for p in step.padding if p.dead),
+        "num_tokens": step.num_tokens,
+        "token_budget": step.token_budget,
+        "arrived": len(step.arrived),
+        "admitted": len(step.admitted),
+        "preempted": len(step.preempted),
+        "finished": len(step.finished),
+        "num_waiting": step.num_waiting,
+        "kv_filled": step.kv.filled,
+        "kv_reserved": step.kv.reserved,
+        "kv_fragmentation": step.kv.fragmentation,
+        "kv_free": step.kv.free,
+        "kv_capacity": step.kv.capacity,
+    }
+
+
+def _since(arrival: float, event: float | None) -> float | None:
+    return None if event is None else event - arrival
+
+
+def _table(rows: Iterable[dict[str, Any]], columns: dict[str, type]) -> pd.DataFrame:
+    return pd.DataFrame(list(rows), columns=list(columns)).astype(columns)
+
+
+def makespan(trace: Trace) -> float:
+    """First arrival to last finish (last token, of a request that has not finished), refused requests left out.
+
+    NaN if nothing ran.
+    """
+    served = [t for t in trace.timelines if t.finish_reason != "rejected"]
+    ends = [t.finish for t in served if t.finish is not None]
+    ends += [t.token_times[-1] for t in served if t.finish is None and t.token_times]
+    return max(ends) - min(t.arrival for t in served) if ends else math.nan
+
+
+def summary(trace: Trace) -> dict[str, float]:
+    """The run in one flat dict: counts, rates, and mean, P50, P99 and maximum of each latency.
+
+    ``completed``, ``aborted``, ``rejected``, ``unfinished``  requests, by how they ended
+    ``prompt_tokens``, ``generated_tokens``  of all requests that were not refused, aborted ones included
+    ``preemptions``         how often a request lost its place
+    ``makespan``            seconds from the first arrival to the last finish
+    ``throughput``          generated tokens a second of makespan
+    ``request_throughput``  completed requests a second of makespan
+    ``iterations``          NaN if the trace was kept without step reports
+    ``<latency>_<statistic>``  of completed requests; ``tbt`` is pooled over all their gaps, so that long outputs weigh
+                            more, while ``tpot`` counts every request once
+    """
+    numbers = _summary(trace.timelines, makespan(trace))
+    return {"iterations": len(trace.steps) if steps_kept(trace) else math.nan, **numbers}
+
+
+def steps_kept(trace: Trace) -> bool:
+    """False if tokens were generated and there is no step report: a long simulation may leave them out."""
+    return bool(trace.steps) or not any(t.token_times for t in trace.timelines)
+
+
+def _summary(timelines: Sequence[Timeline], duration: float) -> dict[str, float]:
+    completed = [t for t in timelines if t.finish_reason in COMPLETED]
+    served = [t for t in timelines if t.finish_reason != "rejected"]
+    generated = sum(len(t.token_times) for t in served)
+    numbers: dict[str, float] = {
+        "completed": len(completed),
+        "aborted": sum(t.finish_reason == "abort" for t in timelines),
+        "rejected": len(timelines) - len(served),
+        "unfinished": sum(t.finish_reason is None for t in timelines),
+        "prompt_tokens": sum(t.num_prompt for t in served),
+        "generated_tokens": generated,
+        "preemptions": sum(t.num_preemptions for t in timelines),
+        "makespan": duration,
+        "throughput": ratio(generated, duration),
+        "request_throughput": ratio(len(completed), duration),
+    }
+    for name, values in _latencies(completed).items():
+        numbers |= {f"{name}_{statistic}": value for statistic, value in describe(values).items()}
+    return numbers
+
+
+def latencies(trace: Trace) -> dict[str, np.ndarray]:
+    """The values behind the summary, of completed requests: one a request, but ``tbt`` one a gap and ``tpot`` one a
+    request that has two tokens."""
+    return _latencies([t for t in trace.timelines if t.finish_reason in COMPLETED])
+
+
+def _latencies(completed: Sequence[Timeline]) -> dict[str, np.ndarray]:
+    table = _table((_request_row(t) for t in completed), REQUEST_COLUMNS)
+    values = {name: table[name].dropna().to_numpy() for name in LATENCIES if name != "tbt"}
+    values["tbt"] = np.concatenate([np.empty(0), *(gaps(t) for t in completed)])
+    return {name: values[name] for name in LATENCIES}
+
+
+def describe(values: np.ndarray) -> dict[str, float]:
+    """Mean, P50, P99 and maximum; NaN for all of them if there is no value."""
+    if not len(values):
+        return dict.fromkeys(("mean", "p50", "p99", "max"), math.nan)
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"mean": float(np.mean(values)), "p50": float(p50), "p99": float(p99), "max": float(np.max(values))}
+
+
+def ratio(part: float, whole: float) -> float:
+    """``part / whole``, NaN where there is no whole."""
+    return part / whole if whole else math.nan
+
+
+def split(trace: Trace, by: str, edges: Sequence[int] = ()) -> pd.DataFrame:
+    """The summary for each group of requests; index: the group.
+
+    ``by``     ``client``, ``priority``, ``prompt_length`` or ``output_length`` (tokens generated)
+    ``edges``  ascending lengths at which a new class begins: ``(128, 1024)`` makes ``<128``, ``128-1023``, ``>=1024``
+
+    Counts and rates add up to those of the whole run: every group is divided by the same makespan.
+    """
+    if by in ("client", "priority"):
+        key = {t.request_id: getattr(t, by) for t in trace.timelines}
+        names: Sequence[Any] = sorted(set(key.values()))
+    elif by in ("prompt_length", "output_length"):
+        names = _class_names(edges)
+        lengths = {t.request_id: t.num_prompt if by[0] == "p" else len(t.token_times) for t in trace.timelines}
+        key = {i: names[int(np.searchsorted(edges, length, side="right"))] for i, length in lengths.items()}
+    else:
+        raise ValueError(f"by must be client, priority, prompt_length or output_length, got {by!r}")
+    duration = makespan(trace)
+    groups = [_summary([t for t in trace.timelines if key[t.request_id] == name], duration) for name in names]
+    columns = list(_summary([], duration))
+    return pd.DataFrame(groups, index=pd.Index(names, name=by), columns=columns)
+
+
+def _class_names(edges: Sequence[int]) -> list[str]:
+    if not len(edges) or any(low >= high for low, high in pairwise(edges)):
+        raise ValueError(f"length classes need ascending edges such as (128, 1024), got {edges!r}")
+    between = [f"{low}-{high - 1}" for low, high in pairwise(edges)]
+    return [f"<{edges[0]}", *between, f">={edges[-1]}"]
+
+
+def goodput(trace: Trace, **objectives: float) -> dict[str, float]:
+    """How many requests met *all* objectives: ``good`` requests, ``rate`` a second of makespan, ``share`` of all.
+
+    ``objectives``  upper bounds in seconds on a request's ``queueing_delay``, ``ttft``, ``tpot``, ``max_tbt``, ``e2e``
+
+    Only a completed request can be good; the share is of all submitted ones, so that refusing work does not raise it.
+    An undefined TPOT (one token) passes. Raises ValueError for an unknown objective and a bound that is not >= 0.
+    """
+    for name, bound in objectives.items():
+        if name not in OBJECTIVES:
+            raise ValueError(f"unknown objective {name!r}: there are {', '.join(OBJECTIVES)}")
+        if not bound >= 0:
+            raise ValueError(f"objective {name} must be a number of seconds >= 0, got {bound!r}")
+    table = requests_table(trace)
+    good = table["finish_reason"].isin(COMPLETED)
+    for name, bound in objectives.items():
+        good &= ~(table[name] > bound)  # written so that NaN, undefined, passes
+    count = int(good.sum())
+    return {"good": count, "rate": ratio(count, makespan(trace)), "share": ratio(count, len(table))}
