@@ -1,0 +1,175 @@
+"""One visual language for all pictures: what a colour means in one figure, it means in every other.
+
+The colours are from Okabe and Ito's palette (2008), chosen for colour-blind readers. They also differ in greyscale:
+work that moves a request forward is plain, dark (prefill) or light (decode); everything that is waste is hatched.
+Figures are 800 pixels wide at 100 dpi, made without pyplot, so nothing global is left behind and no display is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+
+from minibatch.trace import Trace
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one kind of thing is drawn: ``color`` fills, ``ink`` hatches."""
+
+    label: str
+    color: str
+    hatch: str | None = None
+    ink: str = "white"
+
+    @property
+    def patch(self) -> dict[str, Any]:
+        """Keyword arguments of any filled artist."""
+        return {"facecolor": self.color, "edgecolor": self.ink, "hatch": self.hatch, "linewidth": 0}
+
+
+TOKENS = {
+    "prefill": Look("prefill", "#0072B2"),
+    "decode": Look("decode", "#E69F00"),
+    "recompute": Look("recomputed", "#CC79A7", "////", "#5A2040"),
+    "left_padding": Look("left padding", "#E4E4E4", "....", "#777777"),
+    "dead_padding": Look("dead row: finished, still runs", "#C4C4C4", "xxxx", "#666666"),
+}
+MEMORY = {
+    "filled": Look("filled", "#009E73"),
+    "fragmentation": Look("fragmentation", "#D55E00", "xxxx", "#6B2A00"),
+    "reserved": Look("reserved, unused", "#F0E442", "////", "#8A8000"),
+    "free": Look("free", "#F4F4F4"),
+}
+RESIDENT = Look("holds memory, does not run", "#56B4E9")
+
+# Lines and marks: label and style. The marks are of single moments.
+LINES = {
+    "waiting": ("waiting", {"color": "#999999", "linewidth": 1.0, "linestyle": "-"}),
+    "preempted": ("preempted, waits again", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
+}
+ARROW = [(-1, -0.7), (0, 0), (-1, 0.7)]  # its tip is at the time of arrival
+MARKS = {
+    "arrived": ("arrival", {"marker": ARROW, "color": "#666666", "markersize": 8, "markeredgewidth": 0, "zorder": 5}),
+    "finished": ("finished", {"marker": "|", "color": "black", "markersize": 9, "markeredgewidth": 2.0, "zorder": 5}),
+    "ended": ("aborted or refused", {"marker": "x", "color": "black", "markersize": 5, "zorder": 5}),
+}
+BUDGET = ("token budget", {"color": "black", "linewidth": 1.2, "linestyle": "--"})
+
+WIDTH = 8.0  # inches: 800 pixels at 100 dpi
+DPI = 100
+SMALL = 8  # points: ticks, legends, footers
+RC = {"hatch.linewidth": 0.6, "font.size": 9.0}
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "minibatch"}  # text stays text, and the same figure the same file
+
+
+def new_axes(height: float, rows: int = 1, columns: int = 1, **kwargs: Any) -> Any:
+    """Axes of a fresh figure: one, or an array ``[rows, columns]``."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    return figure.subplots(rows, columns, **kwargs)
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Writes a figure, the format by the suffix. An SVG keeps its text and is reproducible."""
+    metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+    with mpl.rc_context(SVG):
+        figure.savefig(path, metadata=metadata)
+
+
+def tidy(ax: Axes, title: str, xlabel: str, ylabel: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10)
+    ax.set_xlabel(xlabel, fontsize=9)
+    ax.set_ylabel(ylabel, fontsize=9)
+    ax.tick_params(labelsize=SMALL)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def legend(ax: Axes, panels: Iterable[Axes]) -> None:
+    """One legend of what the panels show, below the axis label, in as many lines as it needs: it never covers data."""
+    shown = {artist.get_label() for p in panels for artist in (*p.collections, *p.lines, *p.patches)}
+    handles = [handle for handle in _entries() if handle.get_label() in shown]
+    if not handles:
+        return
+    room = 19.5 * ax.get_position().width * ax.get_figure().get_figwidth()
+    inches = ScaledTranslation(0, -0.42, ax.get_figure().dpi_scale_trans)
+    ax.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=ax.transAxes + inches,
+        ncols=_columns([str(handle.get_label()) for handle in handles], room),
+        fontsize=SMALL,
+        frameon=False,
+        borderaxespad=0,
+        columnspacing=1.4,
+        handlelength=1.8,
+    )
+
+
+def _columns(labels: list[str], room: float) -> int:
+    """The columns of the fewest lines that fit into so many letters (matplotlib fills a legend column by column)."""
+    count = len(labels)
+    for columns in range(count, 1, -1):
+        if sum(max(map(len, column)) + 7 for column in np.array_split(labels, columns)) <= room:
+            lines = -(-count // columns)
+            return -(-count // lines)  # no more than these lines need, so that all columns are about as long
+    return 1
+
+
+def _entries() -> Iterator[Artist]:
+    """Everything that can be in a picture, in the order of a legend."""
+    for look in (*TOKENS.values(), RESIDENT, *MEMORY.values()):
+        edge = look.ink if look.hatch else "#BBBBBB"  # an edge, so that near-white can be seen on white
+        yield Patch(facecolor=look.color, edgecolor=edge, hatch=look.hatch, linewidth=0.5, label=look.label)
+    for label, style in (*LINES.values(), BUDGET, *MARKS.values()):
+        yield Line2D([], [], label=label, **({"linestyle": "none"} if "marker" in style else {}) | style)
+
+
+def nothing(ax: Axes, trace: Trace) -> None:
+    """Says in the axes why they are empty."""
+    kept = not any(t.token_times for t in trace.timelines)
+    text = "no iteration was executed" if kept else "this trace was kept without step reports"
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=9, color="#666666")
+    ax.set_xticks([])
+    ax.set_yticks([])
+
+
+def clock(trace: Trace) -> str:
+    return "simulated" if trace.simulated else "measured"
+
+
+def footer(traces: Iterable[Trace]) -> str:
+    """What the numbers are and what made them, from the headers: one line; where traces differ, all values."""
+    traces = list(traces)
+    parts = [" and ".join(sorted({f"{clock(trace)} time" for trace in traces}))]
+    for key in ("model", "dtype", "device", "machine", "workload", "seed", "versions"):
+        texts = (_text(trace.meta[key]) for trace in traces if trace.meta.get(key) is not None)
+        values = list(dict.fromkeys(texts))
+        if values:
+            parts.append((f"{key} " if key in ("model", "workload", "seed") else "") + " / ".join(values))
+    return " · ".join(parts)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{name} {version}" for name, version in value.items() if version is not None)
+
+
+def name_of(trace: Trace) -> str:
+    """The configuration: the trace's name, else its scheduler's class, else nothing."""
+    return str(trace.meta.get("name") or trace.meta.get("scheduler", "").split("(")[0])

@@ -1,0 +1,204 @@
+"""Pictures of a trace: who ran when, what filled the memory, what filled the iterations, who waited.
+
+Every function draws into ``ax`` (a new figure of 800 pixels if None) and returns the axes; ``ax.figure`` is the
+picture, :func:`save` writes it. :func:`compare_figures` puts several configurations above each other, one panel each,
+with titles that say in numbers what is to be seen and a footer that says how the numbers came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from minibatch import membership_plot
+from minibatch.accounting import memory, work
+from minibatch.latency_plot import PANELS, draw_latency
+from minibatch.metrics import steps_table
+from minibatch.plot_style import (
+    BUDGET,
+    MEMORY,
+    RC,
+    SMALL,
+    TOKENS,
+    Look,
+    footer,
+    legend,
+    name_of,
+    new_axes,
+    nothing,
+    save,
+    tidy,
+)
+from minibatch.trace import Trace
+
+__all__ = ["compare_figures", "kv_memory", "latencies", "membership", "save", "token_budget"]
+
+Limits = tuple[float, float]  # of the x axis
+
+
+def membership(trace: Trace, ax: Axes | None = None, rows: str = "requests") -> Axes:
+    """Who takes part in which iteration, coloured by phase; waiting as a line, dead rows and left pads hatched.
+
+    ``rows``  ``"requests"``: a row a request, in order of arrival; ``"units"``: a row a place in the batch
+    """
+    places = max((len(step.kv.holdings) for step in trace.steps), default=0)
+    count = places if rows == "units" else len(trace.timelines)
+    return _single(trace, ax, min(max(1.6 + 0.2 * count, 2.0), 10), lambda *args: _membership(*args, rows=rows))
+
+
+def kv_memory(trace: Trace, ax: Axes | None = None) -> Axes:
+    """Where the rows of the KV cache are in each iteration, after its forward: shares of the capacity, stacked."""
+    return _single(trace, ax, 3.0, _kv_memory)
+
+
+def token_budget(trace: Trace, ax: Axes | None = None) -> Axes:
+    """Tokens that each iteration executes, stacked by kind, and the budget line where the scheduler sets one."""
+    return _single(trace, ax, 3.0, _token_budget)
+
+
+def latencies(traces: Trace | Mapping[str, Trace], ax: np.ndarray | None = None) -> np.ndarray:
+    """Who waits: every completed request (every gap, for TBT) a dot, with P50 and P99, a row a configuration.
+
+    ``ax``  four axes, for queueing delay, TTFT, TBT and end-to-end latency; returns them as an array ``[4]``
+    """
+    traces = {name_of(traces): traces} if isinstance(traces, Trace) else traces
+    with mpl.rc_context(RC):
+        axes = new_axes(1.8 + 0.8 * len(traces), 2, 2, sharey=True) if ax is None else ax
+        axes = np.asarray(axes).reshape(-1)
+        for panel, (measure, title) in zip(axes, PANELS.items(), strict=True):
+            draw_latency(panel, traces, measure, title)
+    return axes
+
+
+def compare_figures(traces: Mapping[str, Trace]) -> dict[str, Figure]:
+    """Figures ``membership``, ``kv_memory``, ``token_budget`` (a panel a configuration) and ``latency``."""
+    requests = max((len(trace.timelines) for trace in traces.values()), default=1)
+    figures = {
+        "membership": _panels(traces, min(max(0.9 + 0.08 * requests, 1.3), 3.2), _membership),
+        "kv_memory": _panels(traces, 1.7, _kv_memory),
+        "token_budget": _panels(traces, 1.7, _token_budget),
+        "latency": latencies(traces)[0].figure,
+    }
+    for figure in figures.values():
+        figure.supxlabel(footer(traces.values()), fontsize=7, color="#666666", x=0.01, ha="left", wrap=True)
+    return figures
+
+
+def _single(trace: Trace, ax: Axes | None, height: float, draw: Callable[[Axes, Trace, str, Limits], None]) -> Axes:
+    with mpl.rc_context(RC):
+        ax = new_axes(height) if ax is None else ax
+        draw(ax, trace, name_of(trace), _limits([trace]))
+        legend(ax, [ax])
+    return ax
+
+
+def _panels(traces: Mapping[str, Trace], height: float, draw: Callable[[Axes, Trace, str, Limits], None]) -> Figure:
+    """One panel a configuration over a shared x axis; one legend, for all of them, under the last."""
+    with mpl.rc_context(RC):
+        rows = max(len(traces), 1)
+        axes = new_axes(1.0 + height * rows, rows, sharex=True, squeeze=False)[:, 0]
+        limits = _limits(traces.values())
+        for ax, (name, trace) in zip(axes, traces.items(), strict=False):
+            draw(ax, trace, name, limits)
+            ax.label_outer()
+        legend(axes[-1], axes)
+    return axes[0].figure
+
+
+def _limits(traces: Iterable[Trace]) -> Limits:
+    """The x axis that shows every iteration of all of them."""
+    indices = [step.index for trace in traces for step in (*trace.steps[:1], *trace.steps[-1:])]
+    return min(indices, default=0) - 0.5, max(indices, default=0) + 0.5
+
+
+def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:
+    done = work(trace)
+    says = f"{_count(len(trace.steps), 'iteration')}, {done.useful_rows} of {done.executed_rows} row-iterations useful"
+    _tidy(ax, trace, name, says + _preemptions(trace), "request" if rows == "requests" else "place in the batch")
+    if trace.steps:
+        membership_plot.draw(ax, trace, limits, rows)
+
+
+def _kv_memory(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
+    used = memory(trace)
+    says = f"{used.mean_filled:.0%} filled on average, at most {used.peak_filled:.0%}"
+    _tidy(ax, trace, name, says + _preemptions(trace), "% of KV cache")
+    if trace.steps:
+        steps = steps_table(trace)
+        shares = {part: 100 * (steps[f"kv_{part}"] / steps["kv_capacity"]).to_numpy() for part in MEMORY}
+        _stack(ax, steps["index"].to_numpy(), shares, MEMORY)
+        ax.set_xlim(limits)
+        _capacity(ax, int(used.capacity))
+
+
+def _capacity(ax: Axes, rows: int) -> None:
+    """The line at 100 %, and a second scale in rows."""
+    ax.axhline(100, color="black", linewidth=1.2)
+    ax.set_ylim(0, 104)
+    second = ax.secondary_yaxis("right", functions=(lambda share: share / 100 * rows, lambda row: row * 100 / rows))
+    second.set_ylabel("rows (tokens)", fontsize=9)
+    second.tick_params(labelsize=SMALL)
+    second.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+
+
+def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
+    done = work(trace)
+    says = f"{done.executed:,} tokens executed, {done.useful_share:.0%} useful"
+    _tidy(ax, trace, name, says + _preemptions(trace), "tokens")
+    if trace.steps:
+        steps = steps_table(trace)
+        left = steps["padding"] - steps["dead_padding"]
+        columns = (steps["prefill"], steps["decode"], steps["recomputed"], left, steps["dead_padding"])
+        heights = {kind: column.to_numpy() for kind, column in zip(TOKENS, columns, strict=True)}
+        _stack(ax, steps["index"].to_numpy(), heights, TOKENS)
+        ax.set_xlim(limits)
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        _budget(ax, steps["index"].to_numpy(), steps["token_budget"].to_numpy(), int(steps["num_tokens"].max()))
+
+
+def _budget(ax: Axes, index: np.ndarray, budget: np.ndarray, most: int) -> None:
+    """The budget's line, if there is one; where it would flatten all below it, only a word about how far up it is."""
+    low, high = np.fmin.reduce(budget), np.fmax.reduce(budget)
+    if low > 2 * most:
+        text = f"budget {low:,.0f} is off the scale"
+        ax.text(1, 0.98, text, transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
+    elif high > 0:
+        label, style = BUDGET
+        ax.step(_edges(index), np.append(budget, budget[-1]), where="post", label=label, **style)
+        most = max(most, high)
+    ax.set_ylim(0, 1.12 * most)
+
+
+def _stack(ax: Axes, index: np.ndarray, heights: Mapping[str, np.ndarray], looks: Mapping[str, Look]) -> None:
+    """Steps of width 1 centred on the iterations, one artist a kind; kinds that never occur are left out."""
+    base = np.zeros(len(index))
+    for kind, look in looks.items():
+        top = base + heights[kind]
+        if heights[kind].any():
+            ax.stairs(top, _edges(index), baseline=base, fill=True, label=look.label, **look.patch)
+        base = top
+
+
+def _edges(index: np.ndarray) -> np.ndarray:
+    return np.append(index, index[-1] + 1) - 0.5
+
+
+def _tidy(ax: Axes, trace: Trace, name: str, says: str, ylabel: str) -> None:
+    says = says if trace.steps else ""
+    tidy(ax, ": ".join(part for part in (name, says) if part), "iteration", ylabel)
+    if not trace.steps:
+        nothing(ax, trace)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _preemptions(trace: Trace) -> str:
+    number = sum(timeline.num_preemptions for timeline in trace.timelines)
+    return f", {_count(number, 'preemption')}" if number else ""
