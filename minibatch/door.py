@@ -53,10 +53,13 @@ def check_envelope(request: Request) -> None:
     """Raises InvalidParams for an id that is not text, or an arrival at no time on the clock."""
     if request.request_id is not None and not isinstance(request.request_id, str):
         raise InvalidParams(f"request_id must be a string, got {request.request_id!r}")
-    arrival = request.arrival_time
-    number = isinstance(arrival, (int, float)) and not isinstance(arrival, bool)
-    if arrival is not None and not (number and 0 <= arrival < math.inf):
-        raise InvalidParams(f"arrival_time must be a number of seconds from 0 on, got {arrival!r}")
+    if request.arrival_time is not None and not is_time(request.arrival_time):
+        raise InvalidParams(f"arrival_time must be a number of seconds from 0 on, got {request.arrival_time!r}")
+
+
+def is_time(value: object) -> bool:
+    """Whether this is a time on the engine's clock: seconds from 0 on."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:

@@ -106,7 +106,7 @@ class Engine:
             return False
         if state.status is Status.WAITING:
             self._remove_waiting(state)
-        self._finish(state, "abort", self.clock.now())
+        self._finish(state, "abort", max(self.clock.now(), state.arrival_time))  # it may not even have arrived
         self._let_go()
         return True
 
@@ -149,7 +149,7 @@ class Engine:
 
     def _submit(self, request: Request) -> RequestState:
         label = self._unique_label(request.request_id)
-        arrival = self.clock.now() if request.arrival_time is None else request.arrival_time
+        arrival = request.arrival_time if door.is_time(request.arrival_time) else self.clock.now()
         timeline = Timeline(label, request.client, request.priority, 0, 0, arrival)
         self.trace.timelines.append(timeline)
         try:

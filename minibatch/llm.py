@@ -144,7 +144,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Model:
     if name == "toy":
         from minibatch.models.toy_model import ToyModel
 
-        return ToyModel()
+        return ToyModel(eos_token_id=0)
     from minibatch.models.transformers_model import TransformersModel  # imports torch and transformers: seconds
 
     return TransformersModel(name, dtype=dtype, device=device)

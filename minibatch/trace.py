@@ -110,7 +110,8 @@ class Timeline:
 
     ``scheduled``    start of the first iteration that computed any of its tokens; None if there was none
     ``token_times``  end of the iteration that emitted each token
-    ``runs``         [start, end] of each stay among the active requests; more than one after a preemption
+    ``runs``         [start, end] of each stay among the active requests, more than one after a preemption; a stay
+                     that has not ended has its start in both places
     """
 
     request_id: str

@@ -16,6 +16,14 @@ from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
 
 
+class UnsupportedModel(ValueError):
+    """This model would run, and give wrong tokens. The message names the model and the reason."""
+
+
+class ModelUnavailable(RuntimeError):
+    """The weights cannot be had. The message says where they were looked for, and the remedy."""
+
+
 class Model(Protocol):
     name: str
     vocab_size: int

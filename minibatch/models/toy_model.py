@@ -48,7 +48,7 @@ class ToyModel:
         """Writes every chunk's pairs before it reads any, as a batched attention kernel does."""
         for request, start, stop in plan.chunks:
             pairs = zip(range(start, stop), request.tokens(start, stop), strict=True)
-            for row, pair in zip(kv.rows(request, start, stop), pairs, strict=True):
+            for row, pair in zip(kv.rows(request, start, stop).tolist(), pairs, strict=True):
                 store[row] = pair
         if plan.padding:
             store[-1] = (0, 0)
@@ -58,7 +58,7 @@ class ToyModel:
     def _logits(self, chunk: Chunk, kv: KVCache, store: list[tuple[int, int] | None]) -> list[np.ndarray]:
         logits, state = [], 0
         if chunk.num_logits:
-            for index, row in enumerate(kv.rows(chunk.request, 0, chunk.stop)):
+            for index, row in enumerate(kv.rows(chunk.request, 0, chunk.stop).tolist()):
                 position, token = store[row]  # a TypeError here: the row was never written
                 state = hash((state, position, token))  # of integers only, so the same in every process
                 if index >= chunk.stop - chunk.num_logits:
