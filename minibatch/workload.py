@@ -1,0 +1,57 @@
+"""The workload of the main job: real prompts, answers that end when they end, Poisson arrivals.
+
+Output lengths are not drawn from a distribution: the model answers until it emits its end-of-sequence token, so similar
+prompts diverge as they do in production. The arrival rate is relative to this machine: ``load`` 1 offers as many
+requests as a server would just keep up with that answers them one after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from minibatch.llm import chat_prompt
+from minibatch.prompts import LONG, SHORT
+from minibatch.request import Request, SamplingParams
+
+BUILT_IN = ("mixed", "short", "long")
+
+
+def read_prompts(name: str) -> list[str]:
+    """A built-in set (``mixed`` is one long prompt to two short ones), or a text file with one prompt a line."""
+    if name == "mixed":
+        return [text for pair in zip(LONG, SHORT, SHORT[14:], strict=False) for text in pair]
+    if name in BUILT_IN:
+        return list(LONG if name == "long" else SHORT)
+    lines = [line.strip() for line in Path(name).read_text(encoding="utf-8").splitlines()]
+    if not any(lines):
+        raise ValueError(f"{name} holds no prompt: one a line is expected")
+    return [line for line in lines if line]
+
+
+def build(tokenizer: Any, texts: Sequence[str], num_requests: int, max_tokens: int, seed: int) -> list[Request]:
+    """``num_requests`` greedy requests in random order, all at time 0; prompts repeat if there are too few."""
+    texts = [texts[i % len(texts)] for i in range(num_requests)]
+    random.Random(seed).shuffle(texts)
+    params = SamplingParams(max_tokens=max_tokens)
+    return [
+        Request(encode(tokenizer, text), params, request_id=f"r{i}", arrival_time=0.0) for i, text in enumerate(texts)
+    ]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """One user turn in the chat template, or plain text where the model has none."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer.encode(text)
+    return chat_prompt(tokenizer, [{"role": "user", "content": text}])
+
+
+def poisson(requests: Sequence[Request], rate: float, seed: int) -> list[Request]:
+    """The same requests, arriving at ``rate`` a second on average with exponential gaps; the first at 0."""
+    rng = random.Random(seed)
+    times = accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0)
+    return [replace(request, arrival_time=time) for request, time in zip(requests, times, strict=True)]
