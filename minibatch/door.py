@@ -33,6 +33,7 @@ def accept(
     params = request.params
     timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, kv.max_request_tokens)
     end_of_sequence = frozenset() if params.ignore_eos else model.eos_token_ids
+    stop_token_ids = end_of_sequence.union(params.stop_token_ids)
     state = RequestState(
         request=request,
         request_id=label if request.request_id is None else request.request_id,
@@ -40,10 +41,10 @@ def accept(
         prompt=prompt,
         arrival_time=timeline.arrival,
         max_new_tokens=timeline.max_new_tokens,
-        stop_token_ids=end_of_sequence.union(params.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         seed=seed if params.seed is None else params.seed,
         timeline=timeline,
-        text=None if model.tokenizer is None else TextStream(model.tokenizer, params),
+        text=None if model.tokenizer is None else TextStream(model.tokenizer, params, stop_token_ids),
     )
     kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
     return state
