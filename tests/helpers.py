@@ -11,8 +11,9 @@ step k arrives at k - 1.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from minibatch import (
     ToyModel,
 )
 from minibatch.request import RequestState, Result
+from minibatch.streaming import Delta
 from minibatch.trace import StepReport, Timeline
 
 CONFIGURATIONS = ("static", "continuous", "paged", "chunked")
@@ -142,16 +144,25 @@ def cacheless(request: Request) -> tuple[int, ...]:
     return tuple(tokens[len(request.prompt) :])
 
 
-def check_solo(requests: Sequence[Request], results: Sequence[Result], model: Any = None) -> None:
-    """Each request that ran to its own end has the tokens of a solo run; an aborted one has a beginning of them."""
+def check_solo(
+    requests: Sequence[Request], results: Sequence[Result], model: Any = None, cut: Collection[str] = ()
+) -> None:
+    """Each request has run to its own end, with the tokens of a solo run.
+
+    Those whose ids are in ``cut`` were refused or aborted: they have a beginning of these tokens.
+    """
     assert len(requests) == len(results)
     for request, result in zip(requests, results, strict=True):
+        name = request.request_id
+        expected = ("abort", "rejected") if name in cut else ("stop", "length")
+        assert result.finish_reason in expected, f"{name}: {result.finish_reason}, {result.error}"
         if result.finish_reason == "rejected":
+            assert result.tokens == ()
             continue
-        expected = solo(request, model)
-        if result.finish_reason == "abort":
-            expected = expected[: len(result.tokens)]
-        assert result.tokens == expected, f"{result.request_id} does not have the tokens of its solo run"
+        tokens = solo(request, model)
+        if name in cut:
+            tokens = tokens[: len(result.tokens)]
+        assert result.tokens == tokens, f"{name} does not have the tokens of its solo run"
 
 
 # ---------------------------------------------------------------- driving
@@ -186,6 +197,13 @@ def drive(
         check_invariants(engine, report)
         reports.append(report)
     raise AssertionError(f"still running after {most} steps")
+
+
+def read(deltas: Iterator[Delta], most: int = 200) -> list[Delta]:
+    """The rest of a stream, which must have an end."""
+    read = list(islice(deltas, most))
+    assert len(read) < most, "the stream does not end"
+    return read
 
 
 def poison_unused_rows(engine: Engine) -> None:

@@ -1,0 +1,294 @@
+"""Attention over rows of a K/V store: what makes a stock Hugging Face model run on an engine's cache.
+
+Only attention looks at more than one token; every other layer of a transformer maps each token by itself. So the tokens
+of all requests can stand in one sequence ``[1, T]`` and share every matrix product, and attention alone must keep the
+requests apart (Orca's *selective batching*: Yu et al., OSDI 2022, section 3.2). Transformers lets a function of ours
+stand in for attention (``AttentionInterface``). For each layer it
+
+1. scatters the new keys and values to the rows that the KV cache gave these tokens,
+2. gathers the rows of each request, wherever they lie (PagedAttention's block table, by now a list of rows),
+3. attends, each query to the keys of its own request up to its own position.
+
+Read :func:`attend_each` first: one request after another, nothing clever. :func:`attend_batched` computes the same with
+few large operations, and is what runs. Tensors are ``[tokens, heads, head_dim]`` unless a shape is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from minibatch.kv_cache import KVCache
+from minibatch.models import UnsupportedModel
+from minibatch.plan import Plan
+
+IMPLEMENTATION = "minibatch"  # the name under which transformers knows the function at the end of this file
+
+
+class Layer(NamedTuple):
+    """What one attention layer caches of a token: keys ``[kv_heads, key_dim]``, values ``[kv_heads, value_dim]``."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    window: int | None  # a query sees this many keys, itself included; None: all
+
+
+class KVStore:
+    """K and V of every layer, ``[rows + 1, kv_heads, head_dim]``; the last is the scratch row that padding writes."""
+
+    def __init__(self, layers: list[Layer], num_rows: int, device: torch.device) -> None:
+        shapes = [((num_rows + 1, layer.kv_heads), layer) for layer in layers]
+        self.keys = [torch.zeros(*shape, x.key_dim, dtype=x.dtype, device=device) for shape, x in shapes]
+        self.values = [torch.zeros(*shape, x.value_dim, dtype=x.dtype, device=device) for shape, x in shapes]
+        self.scratch_row = num_rows
+        self._buffers: dict[tuple, Tensor] = {}
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys[layer].index_copy_(0, rows, keys)
+        self.values[layer].index_copy_(0, rows, values)
+
+    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of ``rows``, gathered into buffers that the next call overwrites.
+
+        Fresh memory for every gather would cost more in page faults than the copy itself.
+        """
+        return self._gather("k", self.keys[layer], rows), self._gather("v", self.values[layer], rows)
+
+    def _gather(self, name: str, table: Tensor, rows: Tensor) -> Tensor:
+        kind = (name, table.shape[1:], table.dtype)
+        if kind not in self._buffers or len(self._buffers[kind]) < len(rows):
+            self._buffers[kind] = table.new_empty(len(rows) + len(rows) // 2, *table.shape[1:])
+        return torch.index_select(table, 0, rows, out=self._buffers[kind][: len(rows)])
+
+
+# --- packing: the chunks of a plan side by side in one sequence ---
+
+
+class Span(NamedTuple):
+    """A chunk's place in the packed sequence, and the rows of its request's tokens up to the chunk's end."""
+
+    first: int
+    length: int
+    rows: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.length
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries ``first:stop`` of the packed sequence: ``batch`` requests with as many queries each, attended at once.
+
+    ``rows`` are ``batch`` times as many rows as the longest of them has keys. ``mask`` is added to the scores; None:
+    either every query sees every key, or the part is ``square``: as many queries as keys, from the first token on.
+    """
+
+    first: int
+    stop: int
+    batch: int
+    rows: Tensor
+    mask: Tensor | None
+    square: bool
+
+
+class Step:
+    """One iteration as the model sees it. Goes through transformers as a keyword, down to the attention layers.
+
+    Decodes come first, by context length, so that those which attend together stand together; then the longer chunks;
+    last the padding, which attends to itself alone. All index arithmetic happens here, once, not once a layer.
+    """
+
+    def __init__(self, plan: Plan, kv: KVCache, store: KVStore, device: torch.device, attend: Attend) -> None:
+        self.store, self.device, self._attend = store, device, attend
+        self.num_layers_done = 0
+        chunks = plan.chunks
+        rows = [kv.rows(chunk.request, 0, chunk.stop) for chunk in chunks]
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        order = sorted(range(len(chunks)), key=lambda i: (lengths[i] > 1, len(rows[i]) if lengths[i] == 1 else 0))
+        tokens, positions, slots, spans = [], [], [], {}
+        for i in order:
+            request, start, stop = chunks[i]
+            spans[i] = Span(len(tokens), lengths[i], rows[i])
+            tokens += request.tokens(start, stop)
+            positions += range(start, stop)
+            slots.append(rows[i][start:])
+        self.spans = [spans[i] for i in order]
+        self.num_tokens = len(tokens)  # without the padding
+        heads = [index for i, c in enumerate(chunks) for index in range(spans[i].stop - c.num_logits, spans[i].stop)]
+        self.num_logits = len(heads)
+        for pad in plan.padding:
+            tokens += [0] * pad.num_tokens
+            positions += [0] * pad.num_tokens
+            slots.append(np.full(pad.num_tokens, store.scratch_row))
+            heads += [len(tokens) - 1] * pad.dead  # a dead row pays for its logits too; nobody reads them
+        self.input_ids = self.tensor(tokens)[None]
+        self.position_ids = self.tensor(positions)[None]
+        self.logit_index = self.tensor(heads)
+        self.slots = self.tensor(np.concatenate(slots))
+        self._parts: dict[tuple, list[Part]] = {}
+
+    def tensor(self, array: Any) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        """One layer, the next one: stores the new K/V, then reads. Returns ``[T, heads, value_dim]``."""
+        layer, self.num_layers_done = self.num_layers_done, self.num_layers_done + 1
+        self.store.write(layer, self.slots, key, value)
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        self._attend(self, layer, query, out, window, scale)
+        if self.num_tokens < len(out):  # padding: the softmax over one key is 1
+            out[self.num_tokens :] = value[self.num_tokens :].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return out
+
+    def parts(self, window: int | None, group: int, dtype: torch.dtype) -> list[Part]:
+        """Made when a layer first asks; a model has one or two kinds of layers."""
+        kind = (window, group, dtype)
+        if kind not in self._parts:
+            self._parts[kind] = [self._part(spans, *kind) for spans in self._batches()]
+        return self._parts[kind]
+
+    def _batches(self) -> list[list[Span]]:
+        """Decodes whose contexts round up to the same power of two, 64 at least, together; longer chunks alone.
+
+        So less than half of what a batch gathers is padding, unless its contexts are short and it hardly matters.
+        """
+        decodes = [span for span in self.spans if span.length == 1]
+        alike = groupby(decodes, key=lambda span: max(6, (len(span.rows) - 1).bit_length()))
+        return [list(spans) for _, spans in alike] + [[span] for span in self.spans if span.length > 1]
+
+    def _part(self, spans: list[Span], window: int | None, group: int, dtype: torch.dtype) -> Part:
+        queries = spans[0].length
+        reach = None if window is None else window + queries - 1  # the first query's window begins this far back
+        keys = [span.rows[-reach:] if reach else span.rows for span in spans]
+        lengths = np.array([len(rows) for rows in keys])
+        # A shorter request is padded with a row of its own: that one is finite if the request is. Rows of others may
+        # hold anything, and a masked weight of 0 times NaN is NaN.
+        rows = np.empty((len(keys), lengths.max()), dtype=np.int64)
+        for padded, own in zip(rows, keys, strict=True):
+            padded[: len(own)], padded[len(own) :] = own, own[-1]
+        square = queries > 1 and queries == lengths[0] and (window is None or queries <= window)
+        mask = None if square else self._mask(visible(lengths, queries, window), group, dtype)
+        return Part(spans[0].first, spans[-1].stop, len(spans), self.tensor(rows.ravel()), mask, square)
+
+    def _mask(self, allowed: np.ndarray, group: int, dtype: torch.dtype) -> Tensor | None:
+        """``[batch, queries, keys]`` as an additive mask for queries that are folded ``group`` times."""
+        if allowed.all():
+            return None
+        hidden = torch.from_numpy(~allowed).to(self.device, non_blocking=True)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return mask[:, None] if mask.shape[1] == 1 else mask.repeat(1, group, 1)[:, None]
+
+
+def visible(lengths: np.ndarray, queries: int, window: int | None) -> np.ndarray:
+    """Who sees whom, bool ``[batch, queries, keys]``: the last keys of each request (``lengths``) are its queries' own.
+
+    Aligned at the bottom right. (``is_causal=True`` of PyTorch aligns at the top left, which is right only for the
+    first chunk of a prompt.)
+    """
+    own = (lengths[:, None] - queries + np.arange(queries))[:, :, None]  # the query's own key
+    key = np.arange(lengths.max())
+    return (key <= own) & (key > own - (window or lengths.max()))
+
+
+# --- the two ways to attend: fill ``out[: step.num_tokens]``, ``[T, heads, value_dim]`` ---
+
+Attend = Callable[[Step, int, Tensor, Tensor, "int | None", "float | None"], None]
+
+
+def attend_each(step: Step, layer: int, query: Tensor, out: Tensor, window: int | None, scale: float | None) -> None:
+    """One request after another: the definition of what attention over a paged cache is."""
+    for span in step.spans:
+        rows = step.tensor(span.rows)
+        keys, values = step.store.keys[layer][rows], step.store.values[layer][rows]
+        mask = torch.from_numpy(visible(np.array([len(rows)]), span.length, window)).to(step.device)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[span.first : span.stop], keys, values))
+        answer = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out[span.first : span.stop] = answer[0].transpose(0, 1)
+
+
+def attend_batched(step: Step, layer: int, query: Tensor, out: Tensor, window: int | None, scale: float | None) -> None:
+    """All decodes of similar length in one operation, and no key or value repeated for the query heads that share it.
+
+    With grouped-query attention ``group`` query heads read one K/V head. Folded into the query length, ``[batch,
+    kv_heads, group * queries, head_dim]``, they are simply more queries, and every kernel can do that.
+    """
+    kv_heads = step.store.keys[layer].shape[1]
+    heads, dim = query.shape[1:]
+    group = heads // kv_heads
+    for part in step.parts(window, group, query.dtype):
+        keys, values = (x.unflatten(0, (part.batch, -1)).transpose(1, 2) for x in step.store.read(layer, part.rows))
+        q = query[part.first : part.stop]
+        if part.square:
+            q = q.transpose(0, 1)[None]
+            answer = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+            out[part.first : part.stop] = answer[0].transpose(0, 1)
+            continue
+        q = q.reshape(part.batch, -1, kv_heads, group, dim)  # [batch, queries, kv_heads, group, dim]
+        folded = q.permute(0, 2, 3, 1, 4).reshape(part.batch, kv_heads, -1, dim)
+        answer = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask, scale=scale)
+        answer = answer.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
+        out[part.first : part.stop] = answer.reshape(-1, heads, out.shape[2])
+
+
+# --- the function that transformers calls ---
+
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits"}
+MEANING = {
+    "s_aux": "attention sinks (s_aux)",
+    "sinks": "attention sinks",
+    "softcap": "soft-capping of attention scores",
+    "position_bias": "a bias that depends on the distance of two tokens",
+    "indices": "sparse attention that selects its keys",
+    "block_indices": "sparse attention that selects its keys",
+}
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    minibatch_step: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Query, key and value come as ``[1, heads, T, dim]``, the result goes as ``[1, T, heads, dim]``.
+
+    Raises UnsupportedModel for every argument that would change the result and is not taken into account here.
+    """
+    if minibatch_step is None:
+        refuse(module, "called without a step; a model that a TransformersModel has taken over runs only through it")
+    if attention_mask is not None:
+        refuse(module, "a mask of its own")
+    if dropout:
+        refuse(module, "dropout; put the model in eval mode")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        refuse(module, "attention that is not causal")
+    # None says that the layer has no window; not passing it says nothing, then the layer itself may have one.
+    window = others.pop("sliding_window", getattr(module, "sliding_window", None)) or None
+    for name, given in others.items():
+        if given is not None and given is not False and name not in HARMLESS:
+            refuse(module, MEANING.get(name, f"an unknown argument of attention, {name}"))
+    packed = (x[0].transpose(0, 1) for x in (query, key, value))
+    return minibatch_step.attend(*packed, window, scaling)[None], None
+
+
+def refuse(module: torch.nn.Module, reason: str) -> None:
+    raise UnsupportedModel(f"{type(module).__name__}: {reason}")
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
