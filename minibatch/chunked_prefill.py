@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
 from minibatch.plan_draft import PlanDraft, least_recently_scheduled
@@ -29,9 +30,14 @@ class ChunkedPrefill:
     max_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1 or self.max_num_seqs < 1 or (self.max_chunk is not None and self.max_chunk < 1):
-            got = f"{self.token_budget}, {self.max_num_seqs} and {self.max_chunk}"
-            raise ValueError(f"token_budget, max_num_seqs and max_chunk must be at least 1, got {got}")
+        check_int("token_budget", self.token_budget, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_chunk is not None:
+            check_int("max_chunk", self.max_chunk, 1)
+
+    def max_request_tokens(self, kv: KVCache) -> int:
+        """All that the cache can hold."""
+        return kv.max_request_tokens
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Any request that the cache can hold can run: whatever its length, it is cut to the budget."""

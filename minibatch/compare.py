@@ -239,7 +239,7 @@ def describe(comparison: Comparison) -> str:
         f"workload  {meta['workload']} (load {comparison.setup.load:g}), seed {meta['seed']}",
         f"KV cache  {budget} for every configuration",
         *(
-            f"{name:<10}{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}"
+            f"{name:<12}{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}"
             for name, run in comparison.runs.items()
         ),
         "",

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
 from minibatch.plan_draft import PlanDraft, least_recently_scheduled
@@ -35,9 +36,8 @@ class ContinuousBatching:
     first: str = "decode"
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
-            got = f"{self.max_num_seqs} and {self.max_num_batched_tokens}"
-            raise ValueError(f"need max_num_seqs >= 1 and max_num_batched_tokens >= 1, got {got}")
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.phase_order not in ("mixed", "prefill-first"):
             raise ValueError(f"phase_order must be 'mixed' or 'prefill-first', got {self.phase_order!r}")
         if self.first not in ("decode", "prefill"):
@@ -46,6 +46,10 @@ class ContinuousBatching:
     @property
     def token_budget(self) -> int:
         return self.max_num_batched_tokens
+
+    def max_request_tokens(self, kv: KVCache) -> int:
+        """What fits the cache and, where a request may be preempted, one iteration: see ``check``."""
+        return min(kv.max_request_tokens, self.max_num_batched_tokens) if kv.grows else kv.max_request_tokens
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Its prompt, or all it may have computed when it is preempted, must fit one iteration: nothing is cut here."""

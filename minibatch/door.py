@@ -6,14 +6,22 @@ cache and iteration, its stop conditions can be tested.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
 
+from minibatch.checks import is_finite
 from minibatch.detokenizer import TextStream
 from minibatch.kv_cache import KVCache
 from minibatch.models import Model
-from minibatch.request import InvalidParams, InvalidPrompt, NeverFits, PromptTooLong, Request, RequestState
+from minibatch.request import (
+    InvalidParams,
+    InvalidPrompt,
+    NeverFits,
+    PromptTooLong,
+    Request,
+    RequestState,
+    SamplingParams,
+)
 from minibatch.trace import Timeline
 
 
@@ -21,17 +29,17 @@ def accept(
     request: Request,
     label: str,
     timeline: Timeline,
-    seed: int,
     model: Model,
     kv: KVCache,
     max_model_len: int | None,
+    max_cached: int,
 ) -> RequestState:
     """The live state of a request that can run; raises a RequestRefused for one that never could."""
     prompt = check_prompt(request.prompt, model.vocab_size)
     check_vocabulary(request, model.vocab_size, model.tokenizer is not None)
     timeline.num_prompt = len(prompt)
     params = request.params
-    timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, kv.max_request_tokens)
+    timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, max_cached)
     end_of_sequence = frozenset() if params.ignore_eos else model.eos_token_ids
     stop_token_ids = end_of_sequence.union(params.stop_token_ids)
     state = RequestState(
@@ -42,7 +50,7 @@ def accept(
         arrival_time=timeline.arrival,
         max_new_tokens=timeline.max_new_tokens,
         stop_token_ids=stop_token_ids,
-        seed=seed if params.seed is None else params.seed,
+        seed=0 if params.seed is None else params.seed,
         timeline=timeline,
         text=None if model.tokenizer is None else TextStream(model.tokenizer, params, stop_token_ids),
     )
@@ -51,16 +59,22 @@ def accept(
 
 
 def check_envelope(request: Request) -> None:
-    """Raises InvalidParams for an id that is not text, or an arrival at no time on the clock."""
+    """Raises InvalidParams for what is no id, client, priority, SamplingParams or time on the clock."""
     if request.request_id is not None and not isinstance(request.request_id, str):
         raise InvalidParams(f"request_id must be a string, got {request.request_id!r}")
+    if not isinstance(request.client, str):
+        raise InvalidParams(f"client must be a string, got {request.client!r}")
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+        raise InvalidParams(f"priority must be an integer, got {request.priority!r}")
+    if not isinstance(request.params, SamplingParams):
+        raise InvalidParams(f"params must be SamplingParams, got {request.params!r}")
     if request.arrival_time is not None and not is_time(request.arrival_time):
         raise InvalidParams(f"arrival_time must be a number of seconds from 0 on, got {request.arrival_time!r}")
 
 
 def is_time(value: object) -> bool:
     """Whether this is a time on the engine's clock: seconds from 0 on."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return is_finite(value) and value >= 0
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:

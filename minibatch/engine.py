@@ -13,12 +13,14 @@ a request changes state. The four configurations of the project are this loop wi
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from minibatch import door
+from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.kv_cache import KVCache, KVSnapshot
 from minibatch.models import Model
@@ -65,6 +67,10 @@ class Engine:
         self.clock = clock or model.clock()
         limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
         self.max_model_len = min(limits) if limits else None
+        if max_model_len is not None:
+            check_int("max_model_len", max_model_len, 2)  # one token of prompt and a new one
+        if max_queue is not None:
+            check_int("max_queue", max_queue, 0)
         self.max_queue = max_queue
         self.store = model.allocate(kv_cache.num_rows)
         self.queue: deque[RequestState] = deque()  # waiting, in arrival order
@@ -75,6 +81,7 @@ class Engine:
         self._arrived: list[str] = []  # since the last report, as is _ended
         self._ended: list[tuple[str, str]] = []
         self._num_submitted = 0
+        self._stepping, self._aborts = False, []  # aborts that came during a step
         self._random = random.Random(seed)
         self.results: dict[str, Result] = {}  # by id; an id that is used again has its newest result
         self.trace = Trace(
@@ -100,14 +107,17 @@ class Engine:
         return Stream(self, self._submit(request))
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now, wherever it is; its memory is free at once. False if no live request has this id."""
+        """Ends a request now, wherever it is; its memory is free at once. False if no live request has this id.
+
+        Called from within a step (by a stream that is collected there), it takes effect when the step is over.
+        """
         state = self._live.get(request_id)
         if state is None:
             return False
-        if state.status is Status.WAITING:
-            self._remove_waiting(state)
-        self._finish(state, "abort", max(self.clock.now(), state.arrival_time))  # it may not even have arrived
-        self._let_go()
+        if self._stepping:
+            self._aborts.append(state)
+        else:
+            self._abort(state)
         return True
 
     def run(self, requests: Iterable[Request], on_step: Callable[[StepReport], object] | None = None) -> list[Result]:
@@ -123,19 +133,15 @@ class Engine:
 
     def step(self) -> StepReport | None:
         """Executes one iteration, after waiting for one to become possible; None when nothing submitted remains."""
-        while True:
-            now = self.clock.now()
-            self._deliver(now)
-            if self.queue or self.active:
-                plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
-                check_plan(plan, self.scheduler, self.kv)
-                if plan.chunks:
-                    return self._execute(plan, now)
-                self._wait(plan, now)
-            elif self._arrivals:
-                self.clock.wait_until(self._arrivals[0][0])
-            else:
-                return None
+        self._stepping = True
+        try:
+            return self._step()
+        finally:
+            self._stepping = False
+            while self._aborts:
+                state = self._aborts.pop()
+                if not state.is_finished:
+                    self._abort(state)
 
     # ---------------------------------------------------------------- into the engine
 
@@ -150,7 +156,8 @@ class Engine:
     def _submit(self, request: Request) -> RequestState:
         label = self._unique_label(request.request_id)
         arrival = request.arrival_time if door.is_time(request.arrival_time) else self.clock.now()
-        timeline = Timeline(label, request.client, request.priority, 0, 0, arrival)
+        priority = request.priority if isinstance(request.priority, int) else 0  # the door is yet to come
+        timeline = Timeline(label, str(request.client), priority, 0, 0, arrival)
         self.trace.timelines.append(timeline)
         try:
             state = self._accept(request, label, timeline)
@@ -160,6 +167,8 @@ class Engine:
         except RequestRefused:
             timeline.finish, timeline.finish_reason = arrival, "rejected"
             raise
+        if request.params.seed is None:
+            state.seed = self._random.getrandbits(63)
         self._live[state.request_id] = state
         if request.arrival_time is None:
             self._arrive(state)
@@ -172,8 +181,8 @@ class Engine:
         door.check_envelope(request)
         if request.request_id in self._live:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
-        seed = self._random.getrandbits(63)  # drawn for every request, so that one's seed does not shift another's
-        state = door.accept(request, label, timeline, seed, self.model, self.kv, self.max_model_len)
+        max_cached = self.scheduler.max_request_tokens(self.kv)
+        state = door.accept(request, label, timeline, self.model, self.kv, self.max_model_len, max_cached)
         self.scheduler.check(state, self.kv)
         return state
 
@@ -204,10 +213,35 @@ class Engine:
                 self._arrive(state)
 
     def _arrive(self, state: RequestState) -> None:
+        state.status = Status.WAITING
         self.queue.append(state)
         self._arrived.append(state.label)
 
     # ---------------------------------------------------------------- one iteration
+
+    def _step(self) -> StepReport | None:
+        while True:
+            now = self.clock.now()
+            self._deliver(now)
+            if self.queue or self.active:
+                plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
+                check_plan(plan, self.scheduler, self.kv, self._live)
+                if plan.chunks:
+                    return self._execute(plan, now)
+                self._wait(plan, now)
+            elif self._arrivals:
+                self.clock.wait_until(self._arrivals[0][0])
+            else:
+                return None
+
+    def _abort(self, state: RequestState) -> None:
+        if state.status is Status.WAITING:
+            self.queue.remove(state)
+        elif state.status is Status.SUBMITTED:
+            self._arrivals = [entry for entry in self._arrivals if entry[2] is not state]
+            heapq.heapify(self._arrivals)
+        self._finish(state, "abort", max(self.clock.now(), state.arrival_time))  # it may not even have arrived
+        self._let_go()
 
     def _execute(self, plan: Plan, start: float) -> StepReport:
         for state in plan.preemptions:
@@ -243,19 +277,15 @@ class Engine:
         state.timeline.runs.append([now, now])
 
     def _commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, start: float) -> Member:
-        """The chunk's tokens are computed now. Counts each as prefill, decode or recomputed."""
-        state = chunk.request
-        recomputed = max(min(chunk.stop, state.high_water) - chunk.start, 0)
-        fresh = chunk.start + recomputed
-        prefill = max(min(chunk.stop, state.num_prompt) - fresh, 0)
+        """The chunk's tokens are computed now."""
+        state, kinds = chunk.request, chunk.kinds
         state.num_computed = chunk.stop
         state.high_water = max(state.high_water, chunk.stop)
         state.last_scheduled = len(self.trace.steps)
         if state.timeline.scheduled is None:
             state.timeline.scheduled = start
         emitted = outcome.token if isinstance(outcome, Sample) else None
-        decode = chunk.stop - fresh - prefill
-        return Member(state.label, chunk.start, chunk.stop, prefill, decode, recomputed, emitted)
+        return Member(state.label, chunk.start, chunk.stop, *kinds, emitted)
 
     def _emit(self, state: RequestState, outcome: Sample | SamplingError, now: float) -> None:
         """Gives a request its next token, and ends it if that was its last."""
@@ -326,7 +356,7 @@ class Engine:
 
     def _wait(self, plan: Plan, now: float) -> None:
         """Nothing to compute yet: waits for the time that the plan names, or for an arrival before it."""
-        if plan.wake_at is None or plan.wake_at <= now:
+        if plan.wake_at is None or not now < plan.wake_at < math.inf:
             head = self.queue[0] if self.queue else self.active[0]
             reason = next((waiting.reason for waiting in plan.waiting if waiting.request is head), plan.rest)
             raise EngineStalled(
@@ -334,10 +364,3 @@ class Engine:
                 f"{len(self.active)} active; the head is {head.label}: {reason or 'no reason given'}"
             )
         self.clock.wait_until(min([plan.wake_at, *(arrival for arrival, _, _ in self._arrivals[:1])]))
-
-    def _remove_waiting(self, state: RequestState) -> None:
-        if state in self.queue:
-            self.queue.remove(state)
-        else:
-            self._arrivals = [entry for entry in self._arrivals if entry[2] is not state]
-            heapq.heapify(self._arrivals)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minibatch.checks import check_int
 from minibatch.request import NeverFits, RequestState
 
 
@@ -61,8 +62,8 @@ class KVCache(ABC):
     grows: bool
 
     def __init__(self, num_units: int, unit_size: int) -> None:
-        if num_units < 1 or unit_size < 1:
-            raise ValueError(f"a cache needs at least one {self.unit_name} of one row, got {num_units} of {unit_size}")
+        check_int(f"num_{self.unit_name}s", num_units, 1)
+        check_int(f"{self.unit_name}_size", unit_size, 1)
         self.num_units, self.unit_size = num_units, unit_size
         self.num_rows = num_units * unit_size
 

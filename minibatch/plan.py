@@ -8,12 +8,12 @@ is the KV cache's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from minibatch.kv_cache import KVCache
-from minibatch.request import RequestState, Status
+from minibatch.request import RequestState
 
 
 class Chunk(NamedTuple):
@@ -31,6 +31,15 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         """Whether the chunk reaches the newest token, so that a next one can be sampled."""
         return self.stop == self.request.num_tokens
+
+    @property
+    def kinds(self) -> tuple[int, int, int]:
+        """Its tokens as (prefill, decode, recomputed): below the high-water mark of the request, they are computed
+        again; of the others, those of the prompt are prefill."""
+        recomputed = max(min(self.stop, self.request.high_water) - self.start, 0)
+        fresh = self.start + recomputed
+        prefill = max(min(self.stop, self.request.num_prompt) - fresh, 0)
+        return prefill, self.stop - fresh - prefill, recomputed
 
     @property
     def num_logits(self) -> int:
@@ -97,20 +106,29 @@ class PlanError(RuntimeError):
     """A scheduler or policy returned a plan that cannot be carried out. Raised before anything runs."""
 
 
-def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache) -> None:
-    """Raises PlanError, naming the scheduler and the numbers, if the plan breaks a rule of this module."""
+def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str, RequestState]) -> None:
+    """Raises PlanError, naming the scheduler and the numbers, if the plan breaks a rule of this module.
+
+    ``live`` are the engine's requests that have not ended, by id.
+    """
 
     def fail(what: str) -> None:
         raise PlanError(f"{type(scheduler).__name__} planned {what}")
 
+    def status(request: RequestState) -> str:
+        return request.status.value if live.get(request.request_id) is request else "not a live request of this engine"
+
     draft, gone, joined = kv.draft(), set(plan.preemptions), {a.request for a in plan.admissions}
+    if len(gone) < len(plan.preemptions) or len(joined) < len(plan.admissions):
+        twice = [*plan.preemptions, *(admission.request for admission in plan.admissions)]
+        fail(f"one request twice among {', '.join(request.label for request in twice)}")
     for request in plan.preemptions:
-        if request.status is not Status.ACTIVE:
-            fail(f"to preempt {request.label}, which is {request.status.value}")
+        if status(request) != "active":
+            fail(f"to preempt {request.label}, which is {status(request)}")
         draft.release(request)
     for request, reserve in plan.admissions:
-        if request.status is not Status.WAITING:
-            fail(f"to admit {request.label}, which is {request.status.value}")
+        if status(request) != "waiting":
+            fail(f"to admit {request.label}, which is {status(request)}")
         if not draft.reserve(request, reserve):
             fail(f"to admit {request.label}, but it {draft.shortage(request, reserve)}")
     seen: set[RequestState] = set()
@@ -118,13 +136,16 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache) -> None:
         if request in seen:
             fail(f"two chunks of {request.label}")
         seen.add(request)
-        if request in gone or not (request in joined or request.status is Status.ACTIVE):
+        if request in gone or not (request in joined or status(request) == "active"):
             fail(f"a chunk of {request.label}, which is not active in this iteration")
         if not request.num_computed == start < stop <= request.num_tokens:
             have = f"{request.num_computed} of its {request.num_tokens} tokens are computed"
             fail(f"tokens {start}:{stop} of {request.label}, but {have}")
         if not draft.reserve(request, stop):
             fail(f"tokens {start}:{stop} of {request.label}, but it {draft.shortage(request, stop)}")
+    for request, num_tokens, _ in plan.padding:
+        if num_tokens < 1:
+            fail(f"{num_tokens} tokens of padding beside {request.label}")
     if scheduler.token_budget is not None and plan.num_tokens > scheduler.token_budget:
         fail(f"{plan.num_tokens} tokens in an iteration of at most {scheduler.token_budget}")
 
@@ -133,6 +154,9 @@ class Scheduler(Protocol):
     """What the engine asks of a scheduler: who takes part in the next iteration, and who leaves after it."""
 
     token_budget: int | None  # most tokens of one iteration, None if there is no limit
+
+    def max_request_tokens(self, kv: KVCache) -> int:
+        """The most tokens that a request may ever have cached here; cuts those that set no ``max_tokens``."""
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Raises a RequestRefused if this scheduler could never run the request to its end."""

@@ -76,21 +76,22 @@ class PlanDraft:
         """Displaces the newest until the request's rows are there; False if it was the newest itself."""
         while not self.kv.reserve(request, num_tokens):
             victim = self.running.pop()
-            self._displace(victim)
+            self._displace(victim, request)
             if victim is request:
                 return False
         return True
 
-    def _displace(self, victim: RequestState) -> None:
+    def _displace(self, victim: RequestState, by: RequestState) -> None:
         """Takes memory, budget and place away, whether or not the victim has already been planned."""
         self.kv.release(victim)
         if chunk := self.chunks.pop(victim, None):
             self.budget += chunk.stop - chunk.start
-        if self.admissions.pop(victim, None):  # it only got in during this plan, so it simply stays in the queue
-            self.waiting.insert(0, Waiting(victim, f"{self.kv.kv.unit_name}s: running requests need them"))
-            self.rest = f"behind {victim.label}"
-        else:
+        joined = self.admissions.pop(victim, None)  # in this very plan: then it simply stays in the queue
+        if joined is None:
             self.preempted[victim] = None
+        verb = "preempted" if joined is None else "not admitted"
+        self.waiting.insert(0, Waiting(victim, f"{verb}: {by.label} needs its {self.kv.kv.unit_name}s"))
+        self.rest = f"behind {victim.label}"
 
     def _try_admit(self, request: RequestState) -> str:
         """Admits the request, or says why not."""

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from minibatch.checks import check_float, check_int
+
 if TYPE_CHECKING:
     from minibatch.trace import Timeline
 
@@ -105,42 +107,41 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Normalises the collections; raises InvalidParams naming field, value and range."""
         set_field = object.__setattr__  # frozen: normalised once, here, and never again
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        set_field(self, "logit_bias", dict(self.logit_bias or {}))
+        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else _collect(self, "stop", tuple))
+        set_field(self, "stop_token_ids", _collect(self, "stop_token_ids", tuple))
+        set_field(self, "logit_bias", _collect(self, "logit_bias", dict))
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
-        _check_int("min_tokens", self.min_tokens, low=0)
+            check_int("max_tokens", self.max_tokens, 1, InvalidParams)
+        check_int("min_tokens", self.min_tokens, 0, InvalidParams)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        _check_int("top_k", self.top_k, low=-1)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for name in ("logprobs", "prompt_logprobs"):
+        check_int("top_k", self.top_k, -1, InvalidParams)
+        check_float("temperature", self.temperature, 0.0, math.inf, InvalidParams)
+        check_float("top_p", self.top_p, 0.0, 1.0, InvalidParams, above=True)
+        check_float("min_p", self.min_p, 0.0, 1.0, InvalidParams)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, InvalidParams, above=True)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0, InvalidParams)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0, InvalidParams)
+        for name in ("logprobs", "prompt_logprobs", "seed"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, low=0)
+                check_int(name, getattr(self, name), 0, InvalidParams)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParams(f"{name} must be True or False, got {getattr(self, name)!r}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidParams(f"stop must be non-empty strings, got {text!r}")
         for token, bias in self.logit_bias.items():
-            _check_float(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)
+            check_float(f"logit_bias[{token!r}]", bias, -math.inf, math.inf, InvalidParams)
 
 
-def _check_int(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidParams(f"{name} must be an integer of at least {low}, got {value!r}")
-
-
-def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high or (open_low and value == low):
-        raise InvalidParams(f"{name} must lie in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}")
+def _collect(params: SamplingParams, name: str, kind: type) -> Any:
+    """The field as a tuple or dict of its own; None is an empty one."""
+    value = getattr(params, name)
+    try:
+        return kind(value or ())
+    except (TypeError, ValueError):
+        raise InvalidParams(f"{name} must be a {kind.__name__}, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,9 @@ class Request:
 
 
 class Status(Enum):
-    """queue -> active -> finished, and back to the queue by preemption. There is nothing else."""
+    """submitted -> queue -> active -> finished, and back to the queue by preemption. There is nothing else."""
 
+    SUBMITTED = "submitted"  # its arrival time has not come
     WAITING = "waiting"
     ACTIVE = "active"
     FINISHED = "finished"
@@ -194,7 +196,7 @@ class RequestState:
     num_computed: int = 0
     high_water: int = 0
     last_scheduled: int = -1
-    status: Status = Status.WAITING
+    status: Status = Status.SUBMITTED
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text: Any = None  # detokenizer.TextStream, if the engine has a tokenizer

@@ -12,9 +12,11 @@ batch is padded only to its own longest prompt, with no row for a slot that nobo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minibatch.checks import check_float, check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Admission, Chunk, Padding, Plan, Waiting
 from minibatch.request import RequestState
@@ -29,8 +31,12 @@ class StaticBatching:
     token_budget = None  # the batch is a rectangle, however many tokens that takes
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.max_wait < 0:
-            raise ValueError(f"need batch_size >= 1 and max_wait >= 0, got {self.batch_size} and {self.max_wait}")
+        check_int("batch_size", self.batch_size, 1)
+        check_float("max_wait", self.max_wait, 0.0, math.inf)
+
+    def max_request_tokens(self, kv: KVCache) -> int:
+        """All that the cache can hold."""
+        return kv.max_request_tokens
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Any request that the cache can hold can run."""

@@ -8,6 +8,7 @@ is instrumented. Times are seconds on the engine's clock: measured by a real clo
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import platform
 from collections.abc import Iterator
@@ -193,6 +194,7 @@ class Trace:
         chrome_trace.save(self, path)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of Python and of the packages whose numbers may depend on them, as far as they are installed."""
     found = {"python": platform.python_version(), "minibatch": minibatch.__version__}

@@ -82,7 +82,7 @@ REFUSED = [
     ([*COMPARE, "--load", "-1"], 2, "load must be above 0"),
     ([*COMPARE, "--workload", "no/such/file"], 2, "no/such/file"),
     (["generate", "--model", "toy", "--prompt", ""], 2, "empty"),
-    (["generate", "--model", "toy", "--prompt", "x", "--temperature", "-1"], 2, "temperature must lie in [0, inf]"),
+    (["generate", "--model", "toy", "--prompt", "x", "--temperature", "-1"], 2, "temperature must lie in [0, inf)"),
     (["generate", "--model", "toy", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
     (["generate", "--model", "./no/such/model", "--prompt", "x"], 3, "no/such/model"),
 ]
