@@ -3,6 +3,10 @@
 A long prompt in an iteration makes everybody who is decoding wait for it: a generation stall. So a prompt is cut, and
 every iteration takes one token for each decoding request, then as much of the prompts as the token budget has left.
 The budget is the trade: a small one bounds the time between tokens, a large one finishes prompts sooner.
+
+Only the computation is cut. A request is admitted when the cache has room for its whole prompt, and gets that room at
+once, exactly as without chunking: with memory for the first piece alone, a prompt gets stuck half-way, is preempted,
+loses what it has computed, and begins again.
 """
 
 from __future__ import annotations

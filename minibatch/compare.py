@@ -42,9 +42,9 @@ class Setup:
     """
 
     workload: str = "mixed"
-    num_requests: int = 24
-    max_tokens: int = 96
-    load: float = 2.0
+    num_requests: int = 18
+    max_tokens: int = 64
+    load: float = 4.0
     seed: int = 0
     kv_tokens: int | None = None
     block_size: int = 16

@@ -102,10 +102,10 @@ class PlanDraft:
         size = self._size(request)
         if not size:
             return f"token budget: needs {request.num_pending}, {self.budget} of {self.token_budget} left"
-        if not self.kv.reserve(request, size):
-            return f"{self.kv.kv.unit_name}s: {self.kv.shortage(request, size)}"
+        if not self.kv.reserve(request, request.num_tokens):  # all it has to compute, even if this is the first piece
+            return f"{self.kv.kv.unit_name}s: {self.kv.shortage(request, request.num_tokens)}"
         self.running.append(request)
-        self.admissions[request] = Admission(request, size)
+        self.admissions[request] = Admission(request, request.num_tokens)
         self._schedule(request, size)
         return ""
 

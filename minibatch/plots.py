@@ -13,7 +13,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
 from minibatch import membership_plot
 from minibatch.accounting import memory, work
@@ -39,6 +39,9 @@ from minibatch.trace import Trace
 __all__ = ["compare_figures", "kv_memory", "latencies", "membership", "save", "token_budget"]
 
 Limits = tuple[float, float]  # of the x axis
+BOTTOM_UP = ("decode", "dead_padding", "recompute", "prefill", "left_padding")  # how an iteration's tokens are stacked
+LINEAR = 16  # tokens up to which their scale is linear
+LOG_TICKS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def membership(trace: Trace, ax: Axes | None = None, rows: str = "requests") -> Axes:
@@ -57,7 +60,11 @@ def kv_memory(trace: Trace, ax: Axes | None = None) -> Axes:
 
 
 def token_budget(trace: Trace, ax: Axes | None = None) -> Axes:
-    """Tokens that each iteration executes, stacked by kind, and the budget line where the scheduler sets one."""
+    """Tokens that each iteration executes, stacked by kind, and the budget line where the scheduler sets one.
+
+    What every iteration has (decodes, dead rows) stands at the bottom, where the scale is linear; what comes in bursts
+    (prompts and their padding) on top of it. Above ``LINEAR`` tokens the scale is logarithmic.
+    """
     return _single(trace, ax, 3.0, _token_budget)
 
 
@@ -155,9 +162,16 @@ def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
         left = steps["padding"] - steps["dead_padding"]
         columns = (steps["prefill"], steps["decode"], steps["recomputed"], left, steps["dead_padding"])
         heights = {kind: column.to_numpy() for kind, column in zip(TOKENS, columns, strict=True)}
-        _stack(ax, steps["index"].to_numpy(), heights, TOKENS)
+        _stack(ax, steps["index"].to_numpy(), heights, {kind: TOKENS[kind] for kind in BOTTOM_UP})
         ax.set_xlim(limits)
-        ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        if steps["num_tokens"].max() > 4 * LINEAR:
+            ax.set_yscale("symlog", linthresh=LINEAR, linscale=1.2)
+            ax.set_yticks([tick for tick in LOG_TICKS if tick <= 2 * steps["num_tokens"].max()])
+            ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.set_ylabel(f"tokens (log above {LINEAR})")
+        else:
+            ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         _budget(ax, steps["index"].to_numpy(), steps["token_budget"].to_numpy(), int(steps["num_tokens"].max()))
 
 
@@ -171,7 +185,7 @@ def _budget(ax: Axes, index: np.ndarray, budget: np.ndarray, most: int) -> None:
         label, style = BUDGET
         ax.step(_edges(index), np.append(budget, budget[-1]), where="post", label=label, **style)
         most = max(most, high)
-    ax.set_ylim(0, 1.12 * most)
+    ax.set_ylim(0, 1.12 * most if ax.get_yscale() == "linear" else 1.6 * most)
 
 
 def _stack(ax: Axes, index: np.ndarray, heights: Mapping[str, np.ndarray], looks: Mapping[str, Look]) -> None:

@@ -20,9 +20,21 @@ def test_ch_01_only_the_last_chunk_of_a_prompt_emits_a_token(sampling):
     members = [m for s in engine.trace.steps for m in s.members]
     assert [(m.start, m.stop) for m in members[:4]] == [(0, 4), (4, 8), (8, 12), (12, 14)]
     assert not any(m.recomputed for m in members)
-    assert [len(s.kv.holdings[0].units) for s in engine.trace.steps] == [1, 2, 3, 4, 4, 4]
+    assert [len(s.kv.holdings[0].units) for s in engine.trace.steps] == [4] * 6  # the prompt's room, from the start
+    assert [s.kv.reserved for s in engine.trace.steps] == [12, 8, 4, 0, 0, 0]
     check_solo(requests, results)
     assert run_checked(make_engine("paged"), requests)[0].tokens == results[0].tokens
+
+
+def test_a_prompt_that_does_not_fit_whole_is_not_begun():
+    """Fault: memory for the first piece is taken for memory for the prompt, which then gets stuck half-way, is
+    preempted, begins again, and recomputes for ever what it had."""
+    engine = make_engine("chunked", num_blocks=5, block_size=4, token_budget=4)
+    requests = [ask("old", 4, 9), ask("long", 16, 2)]  # long needs 4 blocks and gets them when old ends
+    check_solo(requests, run_checked(engine, requests))
+    assert sum(s.recomputed for s in engine.trace.steps) == 0
+    blocked = [reason for s in engine.trace.steps for name, reason in s.waiting if name == "long"]
+    assert "blocks: needs 4 blocks, 3 free" in blocked
 
 
 def five():
