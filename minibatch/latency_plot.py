@@ -61,13 +61,13 @@ def _dots(values: np.ndarray) -> np.ndarray:
 
 
 def _scale(ax: Axes, values: np.ndarray) -> None:
-    """Logarithmic where the values span more than a factor of 50; linear near 0 if some are 0."""
+    """Logarithmic where the values span more than a factor of 50; linear near 0 if some are (almost) 0."""
     positive = values[values > 0]
     low, high = (float(positive.min()), float(positive.max())) if len(positive) else (1.0, 1.0)
     if high / low <= 50:
         ax.set_xlim(0, 1.05 * high)
         return
-    if len(positive) == len(values):
+    if len(positive) == len(values) and low >= high / 1000:
         ax.set_xscale("log")
     else:
         low = max(low, high / 1000)

@@ -178,7 +178,7 @@ def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
 def _budget(ax: Axes, index: np.ndarray, budget: np.ndarray, most: int) -> None:
     """The budget's line, if there is one; where it would flatten all below it, only a word about how far up it is."""
     low, high = np.fmin.reduce(budget), np.fmax.reduce(budget)
-    if low > 2 * most:
+    if low > 2 * most and ax.get_yscale() == "linear":
         text = f"budget {low:,.0f} is off the scale"
         ax.text(1, 0.98, text, transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
     elif high > 0:
