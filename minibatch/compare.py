@@ -9,6 +9,7 @@ What differs between two neighbours of the ladder is one thing, so a difference 
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -261,6 +262,8 @@ def save(comparison: Comparison, directory: Path) -> list[Path]:
     for name, trace in comparison.traces.items():
         paths.append(directory / f"{name}.trace.jsonl")
         trace.save(paths[-1])
+    paths.append(directory / "compare.json")
+    paths[-1].write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
     return paths
 
 

@@ -12,7 +12,6 @@ a request changes state. The four configurations of the project are this loop wi
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections import deque
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from minibatch import door
+from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.kv_cache import KVCache, KVSnapshot
@@ -75,7 +75,7 @@ class Engine:
         self.store = model.allocate(kv_cache.num_rows)
         self.queue: deque[RequestState] = deque()  # waiting, in arrival order
         self.active: list[RequestState] = []  # holding memory, in admission order
-        self._arrivals: list[tuple[float, int, RequestState]] = []  # a heap of what arrives later
+        self.arrivals = Arrivals()  # submitted, still to come
         self._live: dict[str, RequestState] = {}  # every request that has no result yet, by id
         self._labels: set[str] = set()
         self._arrived: list[str] = []  # since the last report, as is _ended
@@ -173,7 +173,7 @@ class Engine:
         if request.arrival_time is None:
             self._arrive(state)
         else:
-            heapq.heappush(self._arrivals, (arrival, self._num_submitted, state))
+            self.arrivals.add(state)
         return state
 
     def _accept(self, request: Request, label: str, timeline: Timeline) -> RequestState:
@@ -203,8 +203,7 @@ class Engine:
 
     def _deliver(self, now: float) -> None:
         """Arrivals whose time has come enter the queue, or find it full."""
-        while self._arrivals and self._arrivals[0][0] <= now:
-            state = heapq.heappop(self._arrivals)[2]
+        for state in self.arrivals.due(now):
             try:
                 self._check_queue()
             except QueueFull as error:
@@ -229,8 +228,8 @@ class Engine:
                 if plan.chunks:
                     return self._execute(plan, now)
                 self._wait(plan, now)
-            elif self._arrivals:
-                self.clock.wait_until(self._arrivals[0][0])
+            elif self.arrivals:
+                self.clock.wait_until(self.arrivals.next_time)
             else:
                 return None
 
@@ -238,8 +237,7 @@ class Engine:
         if state.status is Status.WAITING:
             self.queue.remove(state)
         elif state.status is Status.SUBMITTED:
-            self._arrivals = [entry for entry in self._arrivals if entry[2] is not state]
-            heapq.heapify(self._arrivals)
+            self.arrivals.remove(state)
         self._finish(state, "abort", max(self.clock.now(), state.arrival_time))  # it may not even have arrived
         self._let_go()
 
@@ -363,4 +361,4 @@ class Engine:
                 f"{type(self.scheduler).__name__} planned nothing with {len(self.queue)} waiting and "
                 f"{len(self.active)} active; the head is {head.label}: {reason or 'no reason given'}"
             )
-        self.clock.wait_until(min([plan.wake_at, *(arrival for arrival, _, _ in self._arrivals[:1])]))
+        self.clock.wait_until(min(plan.wake_at, self.arrivals.next_time))

@@ -27,6 +27,8 @@ from minibatch import (
 )
 from minibatch.clock import VirtualClock
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "mixtral", "qwen3_moe"]
 EOS = 7
 PARTS = {
@@ -40,15 +42,6 @@ PARTS = {
     "chunked, capped": lambda: (ChunkedPrefill(9, 5, max_chunk=4), PagedKVCache(13, 4)),
     "chunked in slots": lambda: (ChunkedPrefill(5, 3), ContiguousKVCache(3, 40)),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

@@ -357,7 +357,10 @@ def whole(request):
 # In each: w waits (6 tokens), a is active (4 + 1 tokens in 1 of 8 blocks), and far has not arrived yet.
 # name: (plan from (w, a, far), what the message must contain)
 WRONG_PLANS = {
-    "a stranger is admitted": (lambda w, a, far: Plan((whole(s := stranger()),), admissions=(Admission(s, 3),)), "stranger"),
+    "a stranger is admitted": (
+        lambda w, a, far: Plan((whole(s := stranger()),), admissions=(Admission(s, 3),)),
+        "stranger",
+    ),
     "an active stranger": (lambda w, a, far: Plan((whole(active_stranger()),)), "stranger"),
     "a stranger is preempted": (lambda w, a, far: Plan((whole(a),), preemptions=(active_stranger(),)), "stranger"),
     "an early admission": (lambda w, a, far: Plan((Chunk(far, 0, 3),), admissions=(Admission(far, 3),)), "far"),
@@ -404,7 +407,7 @@ def test_a_wrong_plan_is_refused_by_name_before_anything_has_run(name):
     make_plan, fragment = WRONG_PLANS[name]
 
     def wrong_plan(queue, active, kv):
-        far = engine._arrivals[0][2]  # a scheduler is never told about it
+        far = engine._live["far"]  # a scheduler is never told about it
         return make_plan(queue[0], active[0], far)
 
     engine = Engine(ToyModel(), Wrong(wrong_plan), PagedKVCache(8, 4))

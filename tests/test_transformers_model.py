@@ -20,16 +20,9 @@ from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Chunk, Padding, Plan
 from minibatch.request import Request, RequestState, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """A second thread has nothing to do in a tiny model, and spins while it waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def new_request(prompt, name="r", **params):
