@@ -15,8 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from minibatch import __version__, compare, workload
+from minibatch import __version__, compare, compare_report, workload
 from minibatch.compare import Setup
 from minibatch.engine import Engine
 from minibatch.llm import load_model
@@ -24,6 +25,9 @@ from minibatch.models import ModelUnavailable, UnsupportedModel
 from minibatch.request import Request, RequestRefused, Result, SamplingParams
 
 DIFFERS, USAGE, NO_MODEL, INTERRUPTED = 1, 2, 3, 130
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ["float32", "bfloat16", "float16", "float64"]
+SCHEDULERS = ["static", "continuous", "paged", "chunked"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         return options.command(options)
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has gone (`| head`): nothing is left to say, nor anyone to hear it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ModelUnavailable, UnsupportedModel) as error:
         return _fail(error, NO_MODEL)
     except (RequestRefused, ValueError, OSError) as error:
@@ -59,17 +68,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(command=run)
-    model = command.add_argument_group("model")
-    model.add_argument(
-        "--model", default="smollm2-135m", help="smollm2-135m, toy (no download, simulated time), a Hub id or a path"
-    )
-    model.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    model.add_argument("--device", default="cpu", help="cpu, or cuda for a GPU")
+    group = command.add_argument_group("model")
+    names = "smollm2-135m, toy (no download, simulated time), a Hub id or a path"
+    _option(group, "--model", DEFAULT_MODEL, names, str)
+    _option(group, "--dtype", "float32", "of weights, K/V and computation", str, choices=DTYPES)
+    _option(group, "--device", "cpu", "cpu, or cuda for a GPU", str)
     return command
+
+
+def _option(group: argparse._ActionsContainer, name: str, default: object, text: str, kind: type, **more: Any) -> None:
+    """An option whose help says its default, where it has one."""
+    text = text if default is None else f"{text} (default: {default})"
+    metavar = {int: "N", float: "X"}.get(kind)
+    group.add_argument(
+        name, type=kind, default=default, help=text, metavar=None if "choices" in more else metavar, **more
+    )
 
 
 # ------------------------------------------------------------------------------------------------- minibatch compare
@@ -77,33 +92,27 @@ def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable,
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "The same requests through static, continuous, paged and chunked batching, side by side."
-    command = _add_command(commands, "compare", _compare, text)
-    what, default = command.add_argument_group("workload"), Setup()
-    what.add_argument(
-        "--workload", default=default.workload, help="mixed, short or long prompts, or a text file with one a line"
+    command, default = _add_command(commands, "compare", _compare, text), Setup()
+    group = command.add_argument_group("workload")
+    _option(group, "--workload", default.workload, "mixed, short or long prompts, or a text file with one a line", str)
+    _option(group, "--requests", default.num_requests, "how many", int)
+    _option(group, "--max-tokens", default.max_tokens, "most new tokens of one", int)
+    load = "arrival rate, relative to this machine: 1 is what serving one request after the other just keeps up with"
+    _option(group, "--load", default.load, load, float)
+    _option(group, "--rate", default.rate, "arrival rate in requests a second, instead of --load", float)
+    _option(group, "--seed", default.seed, "of the order of the prompts and the gaps between arrivals", int)
+    group = command.add_argument_group("budget")
+    _option(group, "--kv-tokens", default.kv_tokens, "KV cache in tokens (default: 4 times the longest request)", int)
+    _option(group, "--block-size", default.block_size, "tokens a block, of paged and chunked", int)
+    _option(group, "--max-num-seqs", default.max_num_seqs, "most active requests", int)
+    _option(group, "--token-budget", default.token_budget, "tokens an iteration, of chunked", int)
+    group = command.add_argument_group("output")
+    out = (
+        f"directory for pictures, traces and numbers (default: compare, or compare-MODEL if it is not {DEFAULT_MODEL})"
     )
-    what.add_argument("--requests", type=int, default=default.num_requests, metavar="N", help="how many")
-    what.add_argument("--max-tokens", type=int, default=default.max_tokens, metavar="N", help="most new tokens of one")
-    what.add_argument(
-        "--load",
-        type=float,
-        default=default.load,
-        help="arrival rate; 1: what serving one after the other keeps up with",
-    )
-    what.add_argument("--seed", type=int, default=default.seed, help="of the order and of the arrival times")
-    budget = command.add_argument_group("budget")
-    budget.add_argument("--kv-tokens", type=int, metavar="N", help="KV cache, in tokens (default: 4 times the longest)")
-    budget.add_argument("--block-size", type=int, default=default.block_size, metavar="N", help="tokens a block")
-    budget.add_argument(
-        "--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N", help="most active requests"
-    )
-    budget.add_argument(
-        "--token-budget", type=int, default=default.token_budget, metavar="N", help="tokens an iteration of chunked"
-    )
-    output = command.add_argument_group("output")
-    output.add_argument("--out", type=Path, default=Path("compare"), help="directory for pictures and traces")
-    output.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    _option(group, "--out", None, out, Path)
+    group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -112,6 +121,7 @@ def _compare(options: argparse.Namespace) -> int:
         num_requests=options.requests,
         max_tokens=options.max_tokens,
         load=options.load,
+        rate=options.rate,
         seed=options.seed,
         kv_tokens=options.kv_tokens,
         block_size=options.block_size,
@@ -120,12 +130,14 @@ def _compare(options: argparse.Namespace) -> int:
     )
     model = load_model(options.model, options.dtype, options.device)
     result = compare.run(model, setup, progress=not options.quiet)
-    paths = compare.save(result, options.out)
+    own = "compare" if options.model == DEFAULT_MODEL else f"compare-{Path(options.model).name}"
+    directory = options.out or Path(own)
+    paths = compare_report.save(result, directory)
     if options.json:
-        print(json.dumps(compare.to_json(result), indent=2))
+        print(json.dumps(compare_report.to_json(result), indent=2))
     else:
-        print(compare.describe(result))
-        print(f"\nwritten: {options.out}/ ({', '.join(path.name for path in paths)})")
+        print(compare_report.describe(result))
+        print(f"\nwritten to {directory}/: {', '.join(path.name for path in paths)}")
     return 0 if result.holds else DIFFERS
 
 
@@ -133,17 +145,21 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
-    command = _add_command(commands, "generate", _generate, "Streams the answer to a prompt to the terminal.")
-    command.add_argument("--prompt", required=True, help="what to ask")
-    command.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    command.add_argument("--scheduler", default="chunked", choices=["static", "continuous", "paged", "chunked"])
-    sampling, default = command.add_argument_group("sampling"), SamplingParams()
-    sampling.add_argument("--max-tokens", type=int, default=256, metavar="N")
-    sampling.add_argument("--temperature", type=float, default=default.temperature)
-    sampling.add_argument("--top-p", type=float, default=default.top_p)
-    sampling.add_argument("--top-k", type=int, default=default.top_k)
-    sampling.add_argument("--seed", type=int, default=default.seed)
-    sampling.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
+    text = (
+        "Streams the answer to a prompt to the terminal. (Alone, a request gets the same answer from every scheduler.)"
+    )
+    command, default = _add_command(commands, "generate", _generate, text), SamplingParams()
+    group = command.add_argument_group("prompt")
+    group.add_argument("--prompt", required=True, help="what to ask")
+    group.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    _option(group, "--scheduler", "chunked", "which configuration answers", str, choices=SCHEDULERS)
+    group = command.add_argument_group("sampling")
+    _option(group, "--max-tokens", 256, "most new tokens", int)
+    _option(group, "--temperature", default.temperature, "0 takes the most likely token", float)
+    _option(group, "--top-p", default.top_p, "share of the probability that is kept", float)
+    _option(group, "--top-k", default.top_k, "number of tokens that are kept, 0: all", int)
+    _option(group, "--seed", default.seed, "of the draws (default: another in every run)", int)
+    group.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
 
 
 def _generate(options: argparse.Namespace) -> int:

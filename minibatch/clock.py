@@ -38,7 +38,7 @@ class RealClock:
 
     def wait_until(self, when: float) -> None:
         while (left := when - self.now()) > 0:
-            time.sleep(left)
+            time.sleep(min(left, 3600.0))  # sleep() has a limit of its own
 
     def advance(self, plan: Plan) -> None:
         pass

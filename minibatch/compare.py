@@ -2,25 +2,25 @@
 
 What differs between two neighbours of the ladder is one thing, so a difference in the numbers has one cause:
 
-    static -> continuous   membership may change between iterations
+    static -> continuous   membership may change between iterations (so a batch is no rectangle, and has no padding)
     continuous -> paged    memory is allocated by need instead of by maximum
     paged -> chunked       prompts are cut to a token budget instead of computed whole
 """
 
 from __future__ import annotations
 
-import json
+import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from tqdm.auto import tqdm
 
-from minibatch import accounting, metrics, plots, reference, workload
+from minibatch import reference, workload
+from minibatch.checks import check_float, check_int
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.engine import Engine
@@ -28,7 +28,7 @@ from minibatch.kv_cache import ContiguousKVCache, KVCache
 from minibatch.models import Model
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Scheduler
-from minibatch.request import NeverFits, Request, Result
+from minibatch.request import NeverFits, PromptTooLong, Request, Result
 from minibatch.static_batching import StaticBatching
 from minibatch.trace import Trace
 
@@ -37,15 +37,22 @@ from minibatch.trace import Trace
 class Setup:
     """What is compared.
 
+    ``workload``     a set of prompts: see :func:`minibatch.workload.read_prompts`
+    ``max_tokens``   most new tokens of a request; most answers end before
     ``load``         arrival rate, as a multiple of the rate at which requests can be served one after the other
+    ``rate``         arrival rate in requests a second; None: ``load`` times what is measured here
+    ``seed``         of the order of the prompts and of the gaps between arrivals
     ``kv_tokens``    KV budget in tokens, the same for all; None: four times the longest request
+    ``block_size``   tokens a block, of paged and chunked
     ``max_num_seqs`` most active requests, where memory does not set the limit first
+    ``token_budget`` tokens an iteration, of chunked
     """
 
     workload: str = "mixed"
     num_requests: int = 18
     max_tokens: int = 64
     load: float = 4.0
+    rate: float | None = None
     seed: int = 0
     kv_tokens: int | None = None
     block_size: int = 16
@@ -54,10 +61,13 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that makes no sense."""
-        for name in ("num_requests", "max_tokens", "load", "block_size", "max_num_seqs", "token_budget", "kv_tokens"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+        for name in ("num_requests", "max_tokens", "block_size", "max_num_seqs", "token_budget"):
+            check_int(name, getattr(self, name), 1)
+        if self.kv_tokens is not None:
+            check_int("kv_tokens", self.kv_tokens, 1)
+        check_float("load", self.load, 0.0, math.inf, above=True)
+        if self.rate is not None:
+            check_float("rate", self.rate, 0.0, math.inf, above=True)
 
 
 @dataclass(frozen=True)
@@ -71,13 +81,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``runs`` by configuration; ``rate`` requests a second; ``solo_seconds`` mean time of a request alone."""
+    """``rate``, requests a second; ``solo_seconds``, mean time of a request alone; ``prompts``, by request id, as text;
+    ``runs``, by configuration."""
 
     setup: Setup
     kv_tokens: int
     kv_bytes: int
     rate: float
     solo_seconds: float
+    prompts: dict[str, str]
     runs: dict[str, Run]
 
     @property
@@ -103,38 +115,47 @@ def configurations(setup: Setup, kv_tokens: int, slot_size: int) -> dict[str, tu
 
 
 def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
-    """Every request alone, then the four; raises NeverFits if the budget cannot hold the longest request."""
-    texts = workload.read_prompts(setup.workload)
-    requests = workload.build(model.tokenizer, texts, setup.num_requests, setup.max_tokens, setup.seed)
-    slot_size = max(len(r.prompt) for r in requests) + setup.max_tokens - 1
-    slot_size = -(-slot_size // setup.block_size) * setup.block_size  # so that blocks and slots divide one budget
+    """Every request alone, then the four.
+
+    Raises NeverFits if the budget cannot hold the longest request, PromptTooLong if the model's context cannot.
+    """
+    texts = workload.pick(workload.read_prompts(setup.workload), setup.num_requests, setup.seed)
+    requests = workload.build(model.tokenizer, texts, setup.max_tokens)
+    longest = max(len(request.prompt) for request in requests) + setup.max_tokens
+    if model.max_model_len is not None and longest > model.max_model_len:
+        raise PromptTooLong(
+            f"the longest prompt and its answer are {longest} tokens, the context {model.max_model_len}"
+        )
+    slot_size = -(-(longest - 1) // setup.block_size) * setup.block_size  # so that blocks and slots divide one budget
     kv_tokens = setup.kv_tokens or 4 * slot_size
     if kv_tokens < slot_size:
         raise NeverFits(f"the longest request needs {slot_size} tokens of cache, the budget is {kv_tokens}")
     parts = configurations(setup, kv_tokens, slot_size)
     with tqdm(total=(len(parts) + 1) * len(requests), unit="request", disable=not progress) as bar:
+        bar.set_description(f"1/{len(parts) + 1} solo")
         solos = _solo_runs(model, requests, bar)
         solo_seconds = sum(s.seconds for s in solos.values()) / len(solos)
-        rate = setup.load / solo_seconds
+        rate = setup.rate or setup.load / solo_seconds
         arriving = workload.poisson(requests, rate, setup.seed)
-        runs = {
-            name: _run(name, model, *parts[name], arriving, solos, _meta(model, setup, rate), bar) for name in parts
-        }
-    return Comparison(setup, kv_tokens, kv_tokens * model.kv_bytes_per_token, rate, solo_seconds, runs)
+        meta = _meta(model, setup, rate, kv_tokens)
+        runs = {}
+        for number, name in enumerate(parts, start=2):
+            bar.set_description(f"{number}/{len(parts) + 1} {name}")
+            runs[name] = _run(model, *parts[name], arriving, solos, {"name": name, **meta}, bar)
+    prompts = {request.request_id: text for request, text in zip(requests, texts, strict=True)}
+    return Comparison(setup, kv_tokens, kv_tokens * model.kv_bytes_per_token, rate, solo_seconds, prompts, runs)
 
 
 def _solo_runs(model: Model, requests: Sequence[Request], bar: tqdm) -> dict[str, reference.Solo]:
     reference.solo(model, requests[0])  # once for nothing, so that no first-time cost is measured
     solos = {}
     for request in requests:
-        bar.set_description("solo")
         solos[request.request_id] = reference.solo(model, request)
         bar.update()
     return solos
 
 
 def _run(
-    name: str,
     model: Model,
     scheduler: Scheduler,
     kv: KVCache,
@@ -143,20 +164,21 @@ def _run(
     meta: dict[str, Any],
     bar: tqdm,
 ) -> Run:
-    bar.set_description(name)
     watched = reference.Watched(model)
-    engine = Engine(watched, scheduler, kv, meta={"name": name, **meta})
+    engine = Engine(watched, scheduler, kv, meta=meta)
     results = engine.run(requests, on_step=lambda report: bar.update(len(report.finished)))
     return Run(engine.trace, tuple(results), reference.compare(results, solos, watched.best))
 
 
-def _meta(model: Model, setup: Setup, rate: float) -> dict[str, Any]:
+def _meta(model: Model, setup: Setup, rate: float, kv_tokens: int) -> dict[str, Any]:
     what = f"{setup.num_requests} {setup.workload} prompts, at most {setup.max_tokens} new tokens"
     facts = {name: getattr(model, name) for name in ("source", "dtype", "device") if hasattr(model, name)}
+    load = f"load {setup.load:g}: " if setup.rate is None else ""
     return {
         **{name: str(value) for name, value in facts.items()},
-        "workload": f"{what}, Poisson {rate:.3g} requests/s",
+        "workload": f"{what}, Poisson arrivals ({load}{rate:.4g} requests/s)",
         "seed": setup.seed,
+        "kv_budget": f"KV budget {kv_tokens} tokens",
         "machine": machine(),
     }
 
@@ -170,128 +192,3 @@ def machine() -> str:
         name = models[0] if models else name
     torch = sys.modules.get("torch")
     return name if torch is None else f"{name}, {torch.get_num_threads()} threads"
-
-
-# ------------------------------------------------------------------------------------------- as a table, as files
-
-LATENCY_COLUMNS = {"queueing_delay": "queueing delay", "ttft": "TTFT", "tbt": "TBT", "e2e": "end-to-end"}
-
-
-def table(comparison: Comparison) -> pd.DataFrame:
-    """One row a configuration; two levels of columns: group, quantity. Times in seconds, shares from 0 to 1."""
-    return pd.DataFrame({name: _row(run.trace) for name, run in comparison.runs.items()}).T
-
-
-def _row(trace: Trace) -> dict[tuple[str, str], float]:
-    numbers, work, memory = metrics.summary(trace), accounting.work(trace), accounting.memory(trace)
-    row = {
-        ("work", "requests"): numbers["completed"],
-        ("work", "iterations"): numbers["iterations"],
-        ("work", "executed"): work.executed,
-        ("work", "prefill"): work.prefill,
-        ("work", "decode"): work.decode,
-        ("work", "recomputed"): work.recomputed,
-        ("work", "padding"): work.left_padding + work.dead_padding,
-        ("work", "useful"): work.useful_share,
-        ("work", "tokens/s"): numbers["throughput"],
-        ("memory", "KV peak"): memory.peak_filled,
-        ("memory", "KV mean"): memory.mean_filled,
-        ("memory", "reserved unused"): memory.mean_reserved + memory.mean_fragmentation,
-        ("memory", "preemptions"): memory.preemptions,
-    }
-    for latency, title in LATENCY_COLUMNS.items():
-        row |= {(title, statistic): numbers[f"{latency}_{statistic.lower()}"] for statistic in ("mean", "P50", "P99")}
-    return row
-
-
-def render(comparison: Comparison) -> str:
-    """The table for a terminal of 100 columns, cut into two bands, with what it was measured on."""
-    numbers = table(comparison)
-    simulated = next(iter(comparison.traces.values())).simulated
-    unit = "simulated, 1 s an iteration" if simulated else "measured"
-    counts = {"requests", "iterations", "executed", "prefill", "decode", "recomputed", "padding", "preemptions"}
-
-    def cell(column: tuple[str, str]) -> Callable[[float], str]:
-        group, name = column
-        if name in counts:
-            return lambda value: f"{value:.0f}"
-        if group == "memory" or name == "useful":
-            return lambda value: f"{100 * value:.1f}%"
-        return lambda value: f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-    text = {column: numbers[column].map(cell(column)) for column in numbers.columns}
-    shown = pd.DataFrame(text)
-    bands = [["work"], ["memory"], ["queueing delay", "TTFT"], ["TBT", "end-to-end"]]
-    titles = ["", "", f"(seconds, {unit})", f"(seconds, {unit})"]
-    parts = []
-    for groups, title in zip(bands, titles, strict=True):
-        band = shown.loc[:, [column for column in shown.columns if column[0] in groups]]
-        parts.append(band.to_string() + (f"\n{title}" if title else ""))
-    return "\n\n".join(parts)
-
-
-def describe(comparison: Comparison) -> str:
-    """What ``minibatch compare`` prints: what ran, the table, and whether the tokens are those of solo generation."""
-    meta = next(iter(comparison.traces.values())).meta
-    budget = f"{comparison.kv_tokens} tokens = {comparison.kv_bytes / 2**20:.1f} MiB"
-    lines = [
-        f"model     {', '.join(str(meta[key]) for key in ('model', 'dtype', 'device', 'source') if key in meta)}",
-        f"machine   {meta['machine']}",
-        f"workload  {meta['workload']} (load {comparison.setup.load:g}), seed {meta['seed']}",
-        f"KV cache  {budget} for every configuration",
-        *(
-            f"{name:<12}{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}"
-            for name, run in comparison.runs.items()
-        ),
-        "",
-        render(comparison),
-        "",
-        "tokens",
-        *(f"{name:<12}{run.verdict}" for name, run in comparison.runs.items()),
-    ]
-    return "\n".join(lines)
-
-
-def save(comparison: Comparison, directory: Path) -> list[Path]:
-    """Writes the pictures, a trace a configuration, and all numbers as JSON; returns the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in plots.compare_figures(comparison.traces).items():
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=150)
-    for name, trace in comparison.traces.items():
-        paths.append(directory / f"{name}.trace.jsonl")
-        trace.save(paths[-1])
-    paths.append(directory / "compare.json")
-    paths[-1].write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
-    return paths
-
-
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything that was measured, ready for ``json.dump``; a quantity that is undefined is None."""
-    rows = table(comparison)
-    meta = next(iter(comparison.traces.values())).meta
-    return {
-        "setup": asdict(comparison.setup),
-        "kind": "simulated" if meta["clock"] != "real" else "measured",
-        "meta": {
-            key: meta.get(key) for key in ("model", "dtype", "device", "source", "machine", "workload", "versions")
-        },
-        "kv_tokens": comparison.kv_tokens,
-        "kv_bytes": comparison.kv_bytes,
-        "rate": comparison.rate,
-        "solo_seconds": comparison.solo_seconds,
-        "configurations": {
-            name: {
-                "scheduler": run.trace.meta["scheduler"],
-                "kv_cache": run.trace.meta["kv_cache"],
-                "numbers": {" ".join(column): _plain(rows.loc[name, column]) for column in rows.columns},
-                "equality": {**asdict(run.verdict), "holds": run.verdict.holds},
-            }
-            for name, run in comparison.runs.items()
-        },
-    }
-
-
-def _plain(value: float) -> float | None:
-    return None if value != value else float(value)

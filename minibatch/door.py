@@ -7,6 +7,7 @@ cache and iteration, its stop conditions can be tested.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 
 from minibatch.checks import is_finite
@@ -38,12 +39,13 @@ def accept(
     prompt = check_prompt(request.prompt, model.vocab_size)
     check_vocabulary(request, model.vocab_size, model.tokenizer is not None)
     timeline.num_prompt = len(prompt)
-    params = request.params
+    params = replace(request.params)  # of its own: its collections may change under the caller's hands
     timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, max_cached)
-    end_of_sequence = frozenset() if params.ignore_eos else model.eos_token_ids
+    known_ends = frozenset(token for token in model.eos_token_ids if token < model.vocab_size)
+    end_of_sequence = frozenset() if params.ignore_eos else known_ends
     stop_token_ids = end_of_sequence.union(params.stop_token_ids)
     state = RequestState(
-        request=request,
+        request=replace(request, params=params),
         request_id=label if request.request_id is None else request.request_id,
         label=label,
         prompt=prompt,
@@ -81,7 +83,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """The prompt as a list of its own; raises InvalidPrompt naming the first token that is not an id of this model."""
     if isinstance(prompt, (str, bytes)):
         raise InvalidPrompt("the prompt is text, an engine takes token ids: encode it, or use LLM.generate")
-    if not hasattr(prompt, "__len__"):
+    if not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
         raise InvalidPrompt(f"the prompt must be a sequence of token ids, got {prompt!r}")
     if len(prompt) == 0:
         raise InvalidPrompt("the prompt is empty: there is nothing to continue from")

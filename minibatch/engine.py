@@ -46,7 +46,8 @@ class Engine:
 
     ``clock``          default: the one that fits the model (real for a model that computes, virtual for a toy)
     ``max_model_len``  context limit in tokens; default: the model's
-    ``max_queue``      most requests that may wait; an arrival beyond it is refused (default: no limit)
+    ``max_queue``      most requests that may wait, preempted ones included, active ones not; an arrival that finds so
+                       many is refused (default: no limit)
     ``seed``           of the draws of requests that have no seed of their own; None: different in every run
     ``meta``           facts to keep in the trace's header, such as the workload's name
     """
@@ -65,20 +66,24 @@ class Engine:
     ) -> None:
         self.model, self.scheduler, self.kv = model, scheduler, kv_cache
         self.clock = clock or model.clock()
-        limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
-        self.max_model_len = min(limits) if limits else None
         if max_model_len is not None:
             check_int("max_model_len", max_model_len, 2)  # one token of prompt and a new one
         if max_queue is not None:
             check_int("max_queue", max_queue, 0)
+        if kv_cache.num_free < kv_cache.num_units:
+            raise ValueError(f"{kv_cache!r} is in use by another engine: give each engine a cache of its own")
+        limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
+        self.max_model_len = min(limits) if limits else None
         self.max_queue = max_queue
-        self.store = model.allocate(kv_cache.num_rows)
+        self.store = model.allocate(kv_cache.num_rows)  # the K/V themselves, in the executor's own form
         self.queue: deque[RequestState] = deque()  # waiting, in arrival order
         self.active: list[RequestState] = []  # holding memory, in admission order
         self.arrivals = Arrivals()  # submitted, still to come
         self._live: dict[str, RequestState] = {}  # every request that has no result yet, by id
         self._labels: set[str] = set()
-        self._arrived: list[str] = []  # since the last report, as is _ended
+        self._arrived: list[str] = []  # since the last report, as are the next three
+        self._admitted: list[str] = []
+        self._preempted: list[str] = []
         self._ended: list[tuple[str, str]] = []
         self._num_submitted = 0
         self._stepping, self._aborts = False, []  # aborts that came during a step
@@ -86,13 +91,14 @@ class Engine:
         self.results: dict[str, Result] = {}  # by id; an id that is used again has its newest result
         self.trace = Trace(
             {
+                **(meta or {}),
                 "clock": self.clock.kind,
                 "model": model.name,
                 "scheduler": repr(scheduler),
                 "kv_cache": repr(kv_cache),
                 "max_model_len": self.max_model_len,
+                "sampling_seed": seed,
                 "versions": versions(),
-                **(meta or {}),
             }
         )
 
@@ -107,7 +113,9 @@ class Engine:
         return Stream(self, self._submit(request))
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now, wherever it is; its memory is free at once. False if no live request has this id.
+        """Ends a request now, wherever it is. False if no live request has this id.
+
+        It gives up its place and memory as if it had finished: at once, but for a member of a static batch.
 
         Called from within a step (by a stream that is collected there), it takes effect when the step is over.
         """
@@ -155,7 +163,7 @@ class Engine:
 
     def _submit(self, request: Request) -> RequestState:
         label = self._unique_label(request.request_id)
-        arrival = request.arrival_time if door.is_time(request.arrival_time) else self.clock.now()
+        arrival = float(request.arrival_time) if door.is_time(request.arrival_time) else self.clock.now()
         priority = request.priority if isinstance(request.priority, int) else 0  # the door is yet to come
         timeline = Timeline(label, str(request.client), priority, 0, 0, arrival)
         self.trace.timelines.append(timeline)
@@ -247,7 +255,7 @@ class Engine:
         for admission in plan.admissions:
             self._admit(admission.request, start)
             self.kv.reserve(admission.request, admission.reserve)
-        for chunk in plan.chunks:
+        for chunk in plan.chunks:  # those who were active before grow
             self.kv.reserve(chunk.request, chunk.stop)
         outcomes = next_tokens(plan, self.model.forward(plan, self.kv, self.store))
         self.clock.advance(plan)
@@ -265,6 +273,7 @@ class Engine:
         self.active.remove(state)
         self.queue.appendleft(state)  # victims come newest first, so the order of arrival is kept
         state.status, state.num_computed = Status.WAITING, 0
+        self._preempted.append(state.label)
         state.timeline.num_preemptions += 1
         state.timeline.runs[-1][1] = now
 
@@ -272,6 +281,7 @@ class Engine:
         self.queue.remove(state)
         self.active.append(state)
         state.status = Status.ACTIVE
+        self._admitted.append(state.label)
         state.timeline.runs.append([now, now])
 
     def _commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, start: float) -> Member:
@@ -337,8 +347,8 @@ class Engine:
             members=members,
             padding=tuple(PadRow(p.request.label, p.num_tokens, p.dead) for p in plan.padding),
             arrived=tuple(self._arrived),
-            admitted=tuple(admission.request.label for admission in plan.admissions),
-            preempted=tuple(state.label for state in plan.preemptions),
+            admitted=tuple(self._admitted),
+            preempted=tuple(self._preempted),
             finished=tuple(self._ended),
             waiting=tuple((waiting.request.label, waiting.reason) for waiting in plan.waiting),
             num_waiting=len(self.queue),
@@ -346,7 +356,7 @@ class Engine:
             token_budget=self.scheduler.token_budget,
             kv=snapshot,
         )
-        self._arrived, self._ended = [], []
+        self._arrived, self._admitted, self._preempted, self._ended = [], [], [], []
         self.trace.steps.append(report)
         return report
 

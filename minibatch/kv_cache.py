@@ -94,8 +94,8 @@ class KVCache(ABC):
         """Takes back all that a request holds; nothing if it holds nothing."""
 
     @abstractmethod
-    def split_unused(self, request: RequestState, unused: int) -> tuple[int, int]:
-        """Of a live request's rows without K/V: how many are reserved for it, how many fragmentation."""
+    def reserved_for(self, request: RequestState) -> int:
+        """How many tokens the request's units were taken for; the rows beyond them are fragmentation."""
 
     def rows(self, request: RequestState, start: int, stop: int) -> np.ndarray:
         """Physical rows of ``tokens[start:stop]``, int64 ``[stop - start]``: the one address translation."""
@@ -134,8 +134,8 @@ class KVCache(ABC):
         rows = len(units) * self.unit_size
         if request.is_finished:  # a dead member of a static batch: nobody will read these rows again
             return Holding(request.label, units, 0, rows, 0)
-        reserved, fragmentation = self.split_unused(request, rows - request.num_computed)
-        return Holding(request.label, units, request.num_computed, reserved, fragmentation)
+        meant = self.reserved_for(request)
+        return Holding(request.label, units, request.num_computed, meant - request.num_computed, rows - meant)
 
 
 class KVDraft:
@@ -169,11 +169,6 @@ class KVDraft:
         """As if the request gave everything back."""
         self.free += self.held(request)
         self._held[request] = 0
-
-    def cancel(self, request: RequestState) -> None:
-        """Takes back what this draft promised to a request; it keeps what it holds in the cache."""
-        self.free += self.held(request) - len(self.kv.units(request))
-        self._held.pop(request, None)
 
     def shortage(self, request: RequestState, num_tokens: int) -> str:
         """Why ``num_tokens`` do not fit now, with the numbers."""
@@ -217,9 +212,8 @@ class ContiguousKVCache(KVCache):
         if request in self._slot:
             self._free.append(self._slot.pop(request))
 
-    def split_unused(self, request: RequestState, unused: int) -> tuple[int, int]:
-        fragmentation = self.unit_size - request.max_cached_tokens
-        return unused - fragmentation, fragmentation
+    def reserved_for(self, request: RequestState) -> int:
+        return request.max_cached_tokens
 
     def describe_need(self, num_tokens: int) -> str:
         return f"needs {num_tokens} rows, a slot has {self.unit_size}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -58,7 +59,7 @@ class LLM:
     """``model`` is a name, a Hub id, a local path, or an executor such as ``ToyModel()``.
 
     ``scheduler``, ``kv_cache``        default: chunked prefill on a paged cache
-    ``kv_cache_memory_bytes``          size of the default cache
+    ``kv_cache_memory_bytes``          size of the default cache, which never has more than ``MOST_KV_TOKENS`` tokens
     ``dtype``, ``device``              of a model that is loaded by name
     """
 
@@ -128,7 +129,9 @@ class LLM:
         return [_output(p, r, res) for p, r, res in zip(prompts, requests, results, strict=True)]
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        """Token ids of a text; what is no text, or cannot be encoded, is left for the engine to refuse."""
+        encodes = isinstance(prompt, str) and self.model.tokenizer is not None
+        return self.model.tokenizer.encode(prompt) if encodes else prompt
 
 
 def chat_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
@@ -142,16 +145,18 @@ def chat_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Model:
     """``toy``, or anything that :class:`~minibatch.models.transformers_model.TransformersModel` takes."""
     if name == "toy":
+        if (dtype, device) != ("float32", "cpu"):
+            raise ValueError(f"the toy model has neither dtype nor device, got {dtype} and {device}")
         from minibatch.models.toy_model import ToyModel
 
-        return ToyModel(eos_token_id=0)
+        return ToyModel(eos_token_id=0, max_model_len=8192)
     from minibatch.models.transformers_model import TransformersModel  # imports torch and transformers: seconds
 
     return TransformersModel(name, dtype=dtype, device=device)
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
 
 
 def _output(prompt: Prompt, request: Request, result: Result) -> RequestOutput:
@@ -161,7 +166,7 @@ def _output(prompt: Prompt, request: Request, result: Result) -> RequestOutput:
     return RequestOutput(
         request_id=result.request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=tuple(request.prompt),
+        prompt_token_ids=() if result.finish_reason == "rejected" else tuple(request.prompt),
         outputs=[answer],
         prompt_logprobs=result.prompt_logprobs,
         timeline=result.timeline,

@@ -162,11 +162,11 @@ def _table(rows: Iterable[dict[str, Any]], columns: dict[str, type]) -> pd.DataF
 
 
 def makespan(trace: Trace) -> float:
-    """First arrival to last finish (last token, of a request that has not finished), refused requests left out.
+    """First arrival to last finish (last token, of a request that has not finished), of the requests that ever ran.
 
-    NaN if nothing ran.
+    NaN if none did.
     """
-    served = [t for t in trace.timelines if t.finish_reason != "rejected"]
+    served = [t for t in trace.timelines if t.scheduled is not None]
     ends = [t.finish for t in served if t.finish is not None]
     ends += [t.token_times[-1] for t in served if t.finish is None and t.token_times]
     return max(ends) - min(t.arrival for t in served) if ends else math.nan

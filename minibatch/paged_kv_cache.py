@@ -42,6 +42,7 @@ class PagedKVCache(KVCache):
         super().__init__(num_blocks, block_size)
         self.pool = BlockPool(num_blocks)
         self._tables: dict[RequestState, list[int]] = {}
+        self._reserved: dict[RequestState, int] = {}  # tokens that the blocks of a table were taken for
 
     @property
     def max_request_tokens(self) -> int:
@@ -61,10 +62,11 @@ class PagedKVCache(KVCache):
         table = self._tables.setdefault(request, [])
         while len(table) * self.unit_size < num_tokens:
             table.append(self.pool.take())
+        self._reserved[request] = max(self._reserved.get(request, 0), num_tokens)
 
     def release(self, request: RequestState) -> None:
         self.pool.give_back(self._tables.pop(request, []))
+        self._reserved.pop(request, None)
 
-    def split_unused(self, request: RequestState, unused: int) -> tuple[int, int]:
-        last_block_waste = unused % self.unit_size
-        return unused - last_block_waste, last_block_waste
+    def reserved_for(self, request: RequestState) -> int:
+        return self._reserved.get(request, 0)

@@ -27,7 +27,7 @@ class PlanDraft:
         partial: bool = False,
         max_chunk: int | None = None,
     ) -> None:
-        self.kv = kv.draft()
+        self.memory = kv.draft()
         self.token_budget, self.budget = token_budget, token_budget
         self.max_num_seqs, self.partial, self.max_chunk = max_num_seqs, partial, max_chunk
         self.running = list(active)  # the last is the newest: the next victim
@@ -74,7 +74,7 @@ class PlanDraft:
 
     def _make_room(self, request: RequestState, num_tokens: int) -> bool:
         """Displaces the newest until the request's rows are there; False if it was the newest itself."""
-        while not self.kv.reserve(request, num_tokens):
+        while not self.memory.reserve(request, num_tokens):
             victim = self.running.pop()
             self._displace(victim, request)
             if victim is request:
@@ -83,14 +83,14 @@ class PlanDraft:
 
     def _displace(self, victim: RequestState, by: RequestState) -> None:
         """Takes memory, budget and place away, whether or not the victim has already been planned."""
-        self.kv.release(victim)
+        self.memory.release(victim)
         if chunk := self.chunks.pop(victim, None):
             self.budget += chunk.stop - chunk.start
         joined = self.admissions.pop(victim, None)  # in this very plan: then it simply stays in the queue
         if joined is None:
             self.preempted[victim] = None
         verb = "preempted" if joined is None else "not admitted"
-        self.waiting.insert(0, Waiting(victim, f"{verb}: {by.label} needs its {self.kv.kv.unit_name}s"))
+        self.waiting.insert(0, Waiting(victim, f"{verb}: {by.label} needs its {self.memory.kv.unit_name}s"))
         self.rest = f"behind {victim.label}"
 
     def _try_admit(self, request: RequestState) -> str:
@@ -102,8 +102,10 @@ class PlanDraft:
         size = self._size(request)
         if not size:
             return f"token budget: needs {request.num_pending}, {self.budget} of {self.token_budget} left"
-        if not self.kv.reserve(request, request.num_tokens):  # all it has to compute, even if this is the first piece
-            return f"{self.kv.kv.unit_name}s: {self.kv.shortage(request, request.num_tokens)}"
+        if not self.memory.reserve(
+            request, request.num_tokens
+        ):  # all it has to compute, even if this is the first piece
+            return f"{self.memory.kv.unit_name}s: {self.memory.shortage(request, request.num_tokens)}"
         self.running.append(request)
         self.admissions[request] = Admission(request, request.num_tokens)
         self._schedule(request, size)
@@ -111,5 +113,8 @@ class PlanDraft:
 
 
 def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestState]:
-    """Who went without in the last iteration comes first in this one: decodes beyond the budget take turns."""
+    """Who went without in the last iteration comes first in this one, so decodes beyond the budget take turns.
+
+    While the budget covers all of them, this is the order they came in.
+    """
     return sorted(requests, key=lambda request: request.last_scheduled)

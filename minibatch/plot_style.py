@@ -156,7 +156,7 @@ def footer(traces: Iterable[Trace]) -> str:
     """What the numbers are and what made them, from the headers: one line; where traces differ, all values."""
     traces = list(traces)
     parts = [" and ".join(sorted({f"{clock(trace)} time" for trace in traces}))]
-    for key in ("model", "dtype", "device", "machine", "workload", "seed", "versions"):
+    for key in ("model", "source", "dtype", "device", "machine", "workload", "seed", "kv_budget", "versions"):
         texts = (_text(trace.meta[key]) for trace in traces if trace.meta.get(key) is not None)
         values = list(dict.fromkeys(texts))
         if values:

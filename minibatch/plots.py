@@ -92,15 +92,22 @@ def compare_figures(traces: Mapping[str, Trace]) -> dict[str, Figure]:
         "latency": latencies(traces)[0].figure,
     }
     for figure in figures.values():
-        figure.supxlabel(footer(traces.values()), fontsize=7, color="#666666", x=0.01, ha="left", wrap=True)
+        _sign(figure, traces.values())
     return figures
+
+
+def _sign(figure: Figure, traces: Iterable[Trace]) -> None:
+    """Says under the picture whether its numbers are measured or simulated, and how they came about."""
+    figure.supxlabel(footer(traces), fontsize=7, color="#666666", x=0.01, ha="left", wrap=True)
 
 
 def _single(trace: Trace, ax: Axes | None, height: float, draw: Callable[[Axes, Trace, str, Limits], None]) -> Axes:
     with mpl.rc_context(RC):
-        ax = new_axes(height) if ax is None else ax
+        fresh, ax = ax is None, new_axes(height) if ax is None else ax
         draw(ax, trace, name_of(trace), _limits([trace]))
         legend(ax, [ax])
+        if fresh:  # a figure of the caller's is the caller's to sign
+            _sign(ax.figure, [trace])
     return ax
 
 
@@ -126,6 +133,7 @@ def _limits(traces: Iterable[Trace]) -> Limits:
 def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:
     done = work(trace)
     says = f"{_count(len(trace.steps), 'iteration')}, {done.useful_rows} of {done.executed_rows} row-iterations useful"
+    says += f", {done.recomputed:,} tokens recomputed" if done.recomputed else ""
     _tidy(ax, trace, name, says + _preemptions(trace), "request" if rows == "requests" else "place in the batch")
     if trace.steps:
         membership_plot.draw(ax, trace, limits, rows)

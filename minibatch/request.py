@@ -133,13 +133,27 @@ class SamplingParams:
                 raise InvalidParams(f"stop must be non-empty strings, got {text!r}")
         for token, bias in self.logit_bias.items():
             check_float(f"logit_bias[{token!r}]", bias, -math.inf, math.inf, InvalidParams)
+        for name in INTEGERS + FLOATS:  # numpy's numbers and fractions are welcome, but go no further
+            if getattr(self, name) is not None:
+                set_field(self, name, (int if name in INTEGERS else float)(getattr(self, name)))
+
+
+INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def _collect(params: SamplingParams, name: str, kind: type) -> Any:
     """The field as a tuple or dict of its own; None is an empty one."""
     value = getattr(params, name)
     try:
-        return kind(value or ())
+        return kind(() if value is None else value)
     except (TypeError, ValueError):
         raise InvalidParams(f"{name} must be a {kind.__name__}, got {value!r}") from None
 
@@ -149,7 +163,8 @@ class Request:
     """What a user asks for.
 
     ``prompt``        token ids
-    ``arrival_time``  seconds on the engine's clock (open loop); None: when it is submitted
+    ``arrival_time``  seconds on the engine's clock (open loop); None: when it is submitted. One that has passed joins
+                      the end of the queue, and its waiting still counts from then
     ``priority``, ``client``  who asks; policies and metrics may tell requests apart by them
     """
 
@@ -175,7 +190,8 @@ class RequestState:
     """What one engine knows about one request. Only the engine changes it.
 
     ``request_id``       the user's id, or one that the engine made
-    ``label``            the same, unique in the engine's trace: an id that is used again gets a suffix
+    ``label``            the same, unique in the engine's trace: an id that is used again (even after a refusal) gets a
+                         suffix there
     ``max_new_tokens``   G: ``max_tokens``, cut to what context and cache allow
     ``stop_token_ids``   every id that ends this request
     ``num_computed``     leading tokens whose K/V are cached

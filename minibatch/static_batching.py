@@ -54,8 +54,8 @@ class StaticBatching:
         return Plan(chunks, dead, rest=f"the batch of {len(active)} still runs: {len(chunks)} alive" if queue else "")
 
     def _form(self, queue: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        batch, waiting = self._candidates(queue, kv)
-        full = len(batch) == self.batch_size or bool(waiting)  # waiting: the cache was full before the batch
+        batch, waiting, free = self._candidates(queue, kv)
+        full = len(batch) == self.batch_size or bool(waiting) or not free  # of requests, or the cache is
         ready_at = queue[0].arrival_time + self.max_wait
         if not full and now < ready_at:
             reason = f"batch: {len(batch)} of {self.batch_size}, waits for more until t = {ready_at:g} s"
@@ -69,8 +69,11 @@ class StaticBatching:
             rest=f"batch: {self.batch_size} of {self.batch_size} taken" if len(queue) > len(batch) else "",
         )
 
-    def _candidates(self, queue: Sequence[RequestState], kv: KVCache) -> tuple[list[RequestState], tuple[Waiting, ...]]:
-        """The first requests whose *maximum* fits together, for a batch that cannot be stopped cannot preempt."""
+    def _candidates(
+        self, queue: Sequence[RequestState], kv: KVCache
+    ) -> tuple[list[RequestState], tuple[Waiting, ...], int]:
+        """The first requests whose *maximum* fits together (a batch cannot be stopped, so nobody can be preempted), the
+        one that does not, and how many units are left."""
         batch: list[RequestState] = []
         draft = kv.draft()
         for request in queue:
@@ -78,6 +81,6 @@ class StaticBatching:
                 break
             if not draft.reserve(request, request.max_cached_tokens):
                 reason = f"{kv.unit_name}s: {draft.shortage(request, request.max_cached_tokens)}"
-                return batch, (Waiting(request, reason),)
+                return batch, (Waiting(request, reason),), draft.free
             batch.append(request)
-        return batch, ()
+        return batch, (), draft.free

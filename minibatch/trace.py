@@ -60,9 +60,11 @@ class PadRow:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One iteration. Everything but ``finished`` (which includes aborts since the last one) is in plan order.
+    """One iteration. Everything is in plan order, but for what includes all since the last report: ``arrived``,
+    ``finished`` (aborts and full queues too; what ends after the last iteration is in the timelines only), and, if a
+    forward failed in between, ``admitted`` and ``preempted``.
 
-    ``waiting``      (request id, reason) of the waiting requests that the plan examined
+    ``waiting``      (request id, reason) of the waiting requests that the plan *examined*, its victims among them
     ``num_waiting``  how many waited in all; those not examined share the reason ``rest``
     ``token_budget`` most tokens that this iteration was allowed, None if the scheduler sets no limit
     ``kv``           after the forward, before anyone leaves
@@ -145,10 +147,11 @@ class Trace:
         """Writes JSON lines: one header, then one line a step and one a timeline."""
         with open(path, "w", encoding="utf-8") as file:
             for kind, value in self._lines():
-                file.write(json.dumps({kind: value}, separators=(",", ":"), ensure_ascii=False) + "\n")
+                line = json.dumps({kind: value}, separators=(",", ":"), default=lambda number: number.item())
+                file.write(line + "\n")  # default: numpy's numbers
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
-        yield "meta", {"format": FORMAT, **self.meta}
+        yield "meta", {**self.meta, "format": FORMAT}
         for step in self.steps:
             yield "step", asdict(step)
         for timeline in self.timelines:
@@ -157,18 +160,19 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Reads what ``save`` wrote; raises ValueError naming file and line for anything else."""
-        trace = cls()
+        trace, has_header = cls(), False
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    trace._take(json.loads(line))
+                    has_header |= trace._take(json.loads(line)) == "meta"
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise ValueError(f"{path}:{number} is not a line of a minibatch trace: {error}") from error
-        if not trace.meta:
+        if not has_header:
             raise ValueError(f"{path} is not a minibatch trace: it has no header line")
         return trace
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _take(self, line: dict[str, Any]) -> str:
+        """Adds what one line says, and returns its kind."""
         ((kind, value),) = line.items()
         if kind == "meta":
             if value.pop("format") != FORMAT:
@@ -180,6 +184,7 @@ class Trace:
             self.timelines.append(Timeline(**value))
         else:
             raise ValueError(f"unknown kind {kind!r}")
+        return kind
 
     def to_pandas(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Two tidy tables: one row an iteration, one row a request (see :mod:`minibatch.metrics`)."""

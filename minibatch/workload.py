@@ -27,16 +27,23 @@ def read_prompts(name: str) -> list[str]:
         return [text for pair in zip(LONG, SHORT, SHORT[14:], strict=False) for text in pair]
     if name in BUILT_IN:
         return list(LONG if name == "long" else SHORT)
+    if not Path(name).is_file():
+        raise ValueError(f"workload {name!r} is neither {', '.join(BUILT_IN)} nor a text file with one prompt a line")
     lines = [line.strip() for line in Path(name).read_text(encoding="utf-8").splitlines()]
     if not any(lines):
         raise ValueError(f"{name} holds no prompt: one a line is expected")
     return [line for line in lines if line]
 
 
-def build(tokenizer: Any, texts: Sequence[str], num_requests: int, max_tokens: int, seed: int) -> list[Request]:
-    """``num_requests`` greedy requests in random order, all at time 0; prompts repeat if there are too few."""
-    texts = [texts[i % len(texts)] for i in range(num_requests)]
-    random.Random(seed).shuffle(texts)
+def pick(texts: Sequence[str], number: int, seed: int) -> list[str]:
+    """The first ``number`` in random order; they repeat if there are too few."""
+    picked = [texts[i % len(texts)] for i in range(number)]
+    random.Random(seed).shuffle(picked)
+    return picked
+
+
+def build(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[Request]:
+    """A greedy request each, all at time 0."""
     params = SamplingParams(max_tokens=max_tokens)
     return [
         Request(encode(tokenizer, text), params, request_id=f"r{i}", arrival_time=0.0) for i, text in enumerate(texts)

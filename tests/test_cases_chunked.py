@@ -21,7 +21,7 @@ def test_ch_01_only_the_last_chunk_of_a_prompt_emits_a_token(sampling):
     assert [(m.start, m.stop) for m in members[:4]] == [(0, 4), (4, 8), (8, 12), (12, 14)]
     assert not any(m.recomputed for m in members)
     assert [len(s.kv.holdings[0].units) for s in engine.trace.steps] == [4] * 6  # the prompt's room, from the start
-    assert [s.kv.reserved for s in engine.trace.steps] == [12, 8, 4, 0, 0, 0]
+    assert [s.kv.reserved for s in engine.trace.steps] == [10, 6, 2, 0, 0, 0]
     check_solo(requests, results)
     assert run_checked(make_engine("paged"), requests)[0].tokens == results[0].tokens
 

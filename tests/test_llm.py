@@ -73,9 +73,10 @@ def test_chat_uses_the_template_of_the_tokenizer(llm):
 
 def test_text_needs_a_tokenizer():
     llm = LLM(ToyModel(vocab_size=50))
-    with pytest.raises(InvalidPrompt, match="no tokenizer"):
-        llm.generate("hello")
-    assert len(llm.generate([1, 2, 3], use_tqdm=False)[0].outputs[0].token_ids) == 16
+    with pytest.warns(UserWarning, match="text"):
+        text, nothing, ids = llm.generate(["hello", None, [1, 2, 3]], use_tqdm=False)
+    assert text.error.startswith("InvalidPrompt") and nothing.error.startswith("InvalidPrompt")
+    assert len(ids.outputs[0].token_ids) == 16
 
 
 def test_scheduler_and_cache_can_be_chosen_and_do_not_change_the_answer(llm):

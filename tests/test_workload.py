@@ -10,7 +10,7 @@ from minibatch.models.toy_model import ByteTokenizer
 
 
 def build(kind="mixed", number=24, seed=0):
-    return workload.build(ByteTokenizer(), workload.read_prompts(kind), number, 8, seed)
+    return workload.build(ByteTokenizer(), workload.pick(workload.read_prompts(kind), number, seed), 8)
 
 
 def test_equal_seeds_give_equal_workloads():

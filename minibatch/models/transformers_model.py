@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minibatch.clock import RealClock
@@ -66,8 +66,8 @@ class TransformersModel:
             check_dtype(model.dtype)
         else:
             self.name = str(model)
+            device = check_device(device or "cpu")
             model, tokenizer, self.source = _load(self.name, tokenizer, wanted or torch.float32)
-            device = device or "cpu"
         check_config(model.config, type(model).__name__)
         check_class(model)
         self.model = model.eval() if device is None else model.eval().to(device)
@@ -119,8 +119,7 @@ class TransformersModel:
         rounds these to float32, whatever the model's dtype).
         """
         input_ids = torch.tensor([list(prompt)], device=self.device)
-        settings = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": max_tokens}
-        with _stock_attention(self.model):
+        with _stock_attention(self.model), _plain_generation(self.model):
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -128,7 +127,7 @@ class TransformersModel:
                 pad_token_id=0,  # of no effect on a single sequence; left out, transformers warns
                 return_dict_in_generate=True,
                 output_logits=True,
-                **settings,
+                max_new_tokens=max_tokens,
             )
         return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
 
@@ -177,6 +176,14 @@ def check_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def check_device(device: str | torch.device) -> torch.device:
+    """The torch device. Raises ValueError for one that does not exist here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # what torch raises, depending on how it was built
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
 def _load(name: str, tokenizer: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Any, str]:
     weights = pretrained.resolve(name)
     config = AutoConfig.from_pretrained(weights.location, **weights.options)
@@ -208,6 +215,16 @@ def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
+
+
+@contextlib.contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Without the model's own generation settings (sampling, penalties, banned repetitions), for a while."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
