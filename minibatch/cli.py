@@ -1,9 +1,10 @@
 """``minibatch ...``: the command line. Exit codes that scripts can use:
 
 0    done (and, for ``compare``, every configuration's tokens equal solo generation up to numerical ties)
-1    ``compare``: some tokens differ from solo generation
+1    anything that is not foreseen here, with its traceback
 2    wrong usage, or a request that cannot run; the message says why
 3    the model cannot be had or is not supported
+4    ``compare``: some tokens differ from solo generation, and not by a numerical tie
 130  interrupted
 """
 
@@ -20,11 +21,11 @@ from typing import Any
 from minibatch import __version__, compare, compare_report, workload
 from minibatch.compare import Setup
 from minibatch.engine import Engine
-from minibatch.llm import load_model
-from minibatch.models import ModelUnavailable, UnsupportedModel
+from minibatch.llm import MOST_KV_TOKENS, load_model
+from minibatch.models import Model, ModelUnavailable, UnsupportedModel
 from minibatch.request import Request, RequestRefused, Result, SamplingParams
 
-DIFFERS, USAGE, NO_MODEL, INTERRUPTED = 1, 2, 3, 130
+USAGE, NO_MODEL, DIFFERS, INTERRUPTED = 2, 3, 4, 130
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
 SCHEDULERS = ["static", "continuous", "paged", "chunked"]
@@ -65,6 +66,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_generate(commands)
     return parser
+
+
+def _load(options: argparse.Namespace) -> Model:
+    model = load_model(options.model, options.dtype, options.device)
+    if model.tokenizer is None:
+        raise ValueError(f"{options.model} has no tokenizer, and prompts are text here")
+    return model
+
+
+def _check_writable(directory: Path) -> None:
+    """Raises ValueError now rather than after minutes of work."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write to {directory}: {there} is not a directory that can be written to")
 
 
 def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
@@ -128,10 +143,11 @@ def _compare(options: argparse.Namespace) -> int:
         max_num_seqs=options.max_num_seqs,
         token_budget=options.token_budget,
     )
-    model = load_model(options.model, options.dtype, options.device)
-    result = compare.run(model, setup, progress=not options.quiet)
     own = "compare" if options.model == DEFAULT_MODEL else f"compare-{Path(options.model).name}"
     directory = options.out or Path(own)
+    _check_writable(directory)
+    model = _load(options)
+    result = compare.run(model, setup, progress=not options.quiet)
     paths = compare_report.save(result, directory)
     if options.json:
         print(json.dumps(compare_report.to_json(result), indent=2))
@@ -171,14 +187,16 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
         stop=options.stop,
     )
-    model = load_model(options.model, options.dtype, options.device)
+    model = _load(options)
     prompt = model.tokenizer.encode(options.prompt) if options.raw else workload.encode(model.tokenizer, options.prompt)
-    size = len(prompt) + options.max_tokens
+    size = min(len(prompt) + options.max_tokens, model.max_model_len or MOST_KV_TOKENS)
     scheduler, kv = compare.configurations(Setup(), kv_tokens=size + 15, slot_size=size)[options.scheduler]
     with Engine(model, scheduler, kv).stream(Request(prompt, params)) as stream:
         for delta in stream:
             print(delta.text, end="", flush=True)
     print()
+    if stream.result.error is not None:
+        raise ValueError(stream.result.error)
     print(_facts(options.scheduler, stream.result), file=sys.stderr)
     return 0
 

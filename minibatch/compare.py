@@ -28,7 +28,7 @@ from minibatch.kv_cache import ContiguousKVCache, KVCache
 from minibatch.models import Model
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Scheduler
-from minibatch.request import NeverFits, PromptTooLong, Request, Result
+from minibatch.request import NeverFits, PromptTooLong, Request, Result, SamplingParams
 from minibatch.static_batching import StaticBatching
 from minibatch.trace import Trace
 
@@ -42,7 +42,8 @@ class Setup:
     ``load``         arrival rate, as a multiple of the rate at which requests can be served one after the other
     ``rate``         arrival rate in requests a second; None: ``load`` times what is measured here
     ``seed``         of the order of the prompts and of the gaps between arrivals
-    ``kv_tokens``    KV budget in tokens, the same for all; None: four times the longest request
+    ``kv_tokens``    KV budget in tokens, the same for all, rounded down to a multiple of the longest request; None:
+                     four times the longest request
     ``block_size``   tokens a block, of paged and chunked
     ``max_num_seqs`` most active requests, where memory does not set the limit first
     ``token_budget`` tokens an iteration, of chunked
@@ -130,6 +131,7 @@ def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
     kv_tokens = setup.kv_tokens or 4 * slot_size
     if kv_tokens < slot_size:
         raise NeverFits(f"the longest request needs {slot_size} tokens of cache, the budget is {kv_tokens}")
+    kv_tokens -= kv_tokens % slot_size  # what makes no whole slot would be memory that only blocks can use
     parts = configurations(setup, kv_tokens, slot_size)
     with tqdm(total=(len(parts) + 1) * len(requests), unit="request", disable=not progress) as bar:
         bar.set_description(f"1/{len(parts) + 1} solo")
@@ -167,7 +169,12 @@ def _run(
     watched = reference.Watched(model)
     engine = Engine(watched, scheduler, kv, meta=meta)
     results = engine.run(requests, on_step=lambda report: bar.update(len(report.finished)))
-    return Run(engine.trace, tuple(results), reference.compare(results, solos, watched.best))
+
+    def again(prompt: tuple[int, ...], max_tokens: int) -> reference.Solo:
+        return reference.solo(model, Request(prompt, SamplingParams(max_tokens=max_tokens)))
+
+    verdict = reference.compare(requests, results, solos, watched.best, again, getattr(model, "dtype", None))
+    return Run(engine.trace, tuple(results), verdict)
 
 
 def _meta(model: Model, setup: Setup, rate: float, kv_tokens: int) -> dict[str, Any]:

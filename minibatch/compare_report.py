@@ -4,10 +4,10 @@ Columns, besides those of :mod:`minibatch.metrics`:
 
 ``executed``     tokens through the model = prefill + decode + recomputed + left pads + dead rows; ``useful``: share of
                  prefill and decode in them
-``prefill s``    seconds in iterations that compute some prompt (or recompute); ``decode s``: in all others; ``idle s``:
-                 from first arrival to last finish, waiting for requests
-``filled``       share of the KV cache that holds tokens of live requests, peak and mean; ``reserved``: set aside and not
-                 filled; ``fragmented``: of no use to anyone. Means are over busy seconds
+``prefill s``    seconds in iterations that compute some prompt (or recompute); ``decode s``: in all others;
+                 ``idle s``: from first arrival to last finish, waiting for requests
+``filled``       share of the KV cache that holds tokens of live requests, peak and mean; ``reserved``: set aside and
+                 not filled; ``fragmented``: of no use to anyone. Means are over busy seconds
 """
 
 from __future__ import annotations
