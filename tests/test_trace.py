@@ -50,6 +50,21 @@ def test_the_tables_have_a_row_a_step_and_a_row_a_request(trace):
     assert set(requests.finish_reason) == {"length", "rejected"}
 
 
+def test_the_chrome_export_is_written(trace, tmp_path):
+    trace.save_chrome(tmp_path / "chrome.json")
+    events = json.loads((tmp_path / "chrome.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["ph"] for event in events} >= {"X", "C", "M"} and all(event.get("dur", 0) >= 0 for event in events)
+
+
+def test_what_the_user_says_of_a_run_does_not_hide_what_it_was(tmp_path):
+    engine = make_engine("paged", meta={"clock": "real", "format": 7, "workload": "mine"})
+    engine.trace.save(tmp_path / "x.jsonl")
+    loaded = Trace.load(tmp_path / "x.jsonl")
+    assert loaded.simulated and loaded.meta["workload"] == "mine"
+    Trace().save(tmp_path / "empty.jsonl")
+    assert Trace.load(tmp_path / "empty.jsonl") == Trace()
+
+
 BROKEN = {
     "empty": ("", "no header"),
     "not json": ("hello\n", ":1 is not"),
