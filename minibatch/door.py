@@ -6,7 +6,7 @@ cache and iteration, its stop conditions can be tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
@@ -14,7 +14,9 @@ from minibatch.checks import is_finite
 from minibatch.detokenizer import TextStream
 from minibatch.kv_cache import KVCache
 from minibatch.models import Model
+from minibatch.plan import Scheduler
 from minibatch.request import (
+    DuplicateRequest,
     InvalidParams,
     InvalidPrompt,
     NeverFits,
@@ -26,38 +28,65 @@ from minibatch.request import (
 from minibatch.trace import Timeline
 
 
-def accept(
-    request: Request,
-    label: str,
-    timeline: Timeline,
-    model: Model,
-    kv: KVCache,
-    max_model_len: int | None,
-    max_cached: int,
-) -> RequestState:
-    """The live state of a request that can run; raises a RequestRefused for one that never could."""
-    prompt = check_prompt(request.prompt, model.vocab_size)
-    check_vocabulary(request, model.vocab_size, model.tokenizer is not None)
-    timeline.num_prompt = len(prompt)
-    params = replace(request.params)  # of its own: its collections may change under the caller's hands
-    timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, max_model_len, max_cached)
-    known_ends = frozenset(token for token in model.eos_token_ids if token < model.vocab_size)
-    end_of_sequence = frozenset() if params.ignore_eos else known_ends
-    stop_token_ids = end_of_sequence.union(params.stop_token_ids)
-    state = RequestState(
-        request=replace(request, params=params),
-        request_id=label if request.request_id is None else request.request_id,
-        label=label,
-        prompt=prompt,
-        arrival_time=timeline.arrival,
-        max_new_tokens=timeline.max_new_tokens,
-        stop_token_ids=stop_token_ids,
-        seed=0 if params.seed is None else params.seed,
-        timeline=timeline,
-        text=None if model.tokenizer is None else TextStream(model.tokenizer, params, stop_token_ids),
-    )
-    kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
-    return state
+class Door:
+    """Of one engine: knows the limits that its parts set, and which labels its trace has."""
+
+    def __init__(self, model: Model, scheduler: Scheduler, kv: KVCache, max_model_len: int | None) -> None:
+        self.model, self.scheduler, self.kv, self.max_model_len = model, scheduler, kv, max_model_len
+        self._labels: set[str] = set()
+        self._num_requests = 0
+
+    def timeline(self, request: Request, now: float) -> Timeline:
+        """Everybody gets one, the refused too; so nothing in it may depend on the request being in order."""
+        arrival = float(request.arrival_time) if is_time(request.arrival_time) else now
+        priority = request.priority if isinstance(request.priority, int) else 0
+        return Timeline(self._label(request.request_id), str(request.client), priority, 0, 0, arrival)
+
+    def accept(self, request: Request, timeline: Timeline, live: Mapping[str, RequestState]) -> RequestState:
+        """The state of a request that can run; raises a RequestRefused for one that never could.
+
+        ``live`` are the requests that have not ended, by id.
+        """
+        check_envelope(request)
+        if request.request_id in live:
+            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
+        prompt = check_prompt(request.prompt, self.model.vocab_size)
+        check_vocabulary(request, self.model.vocab_size, self.model.tokenizer is not None)
+        params = replace(request.params)  # of its own: its collections may change under the caller's hands
+        most = self.scheduler.max_request_tokens(self.kv)
+        timeline.num_prompt = len(prompt)
+        timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, self.max_model_len, most)
+        stop_token_ids = self._stop_token_ids(params)
+        state = RequestState(
+            request=replace(request, params=params),
+            request_id=timeline.request_id if request.request_id is None else request.request_id,
+            label=timeline.request_id,
+            prompt=prompt,
+            arrival_time=timeline.arrival,
+            max_new_tokens=timeline.max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=0 if params.seed is None else params.seed,
+            timeline=timeline,
+            text=None if self.model.tokenizer is None else TextStream(self.model.tokenizer, params, stop_token_ids),
+        )
+        self.kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
+        self.scheduler.check(state, self.kv)
+        return state
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        known = (token for token in self.model.eos_token_ids if token < self.model.vocab_size)
+        return frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *known))
+
+    def _label(self, request_id: str | None) -> str:
+        """The id itself, where it is new; else with the first free suffix, so that the trace stays unambiguous."""
+        base = f"r{self._num_requests}" if request_id is None else str(request_id)
+        self._num_requests += 1
+        label, uses = base, 1
+        while label in self._labels:
+            uses += 1
+            label = f"{base}~{uses}"
+        self._labels.add(label)
+        return label
 
 
 def check_envelope(request: Request) -> None:

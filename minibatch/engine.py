@@ -18,16 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from minibatch import door
 from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
+from minibatch.door import Door
 from minibatch.kv_cache import KVCache, KVSnapshot
 from minibatch.models import Model
 from minibatch.next_tokens import next_tokens
 from minibatch.plan import Chunk, Plan, Scheduler, check_plan
 from minibatch.request import (
-    DuplicateRequest,
     EngineStalled,
     QueueFull,
     Request,
@@ -38,7 +37,7 @@ from minibatch.request import (
 )
 from minibatch.sampling import Sample, SamplingError
 from minibatch.streaming import Stream
-from minibatch.trace import Member, PadRow, StepReport, Timeline, Trace, versions
+from minibatch.trace import Member, PadRow, StepReport, Trace, versions
 
 
 class Engine:
@@ -74,18 +73,17 @@ class Engine:
             raise ValueError(f"{kv_cache!r} is in use by another engine: give each engine a cache of its own")
         limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
         self.max_model_len = min(limits) if limits else None
+        self.door = Door(model, scheduler, kv_cache, self.max_model_len)
         self.max_queue = max_queue
         self.store = model.allocate(kv_cache.num_rows)  # the K/V themselves, in the executor's own form
         self.queue: deque[RequestState] = deque()  # waiting, in arrival order
         self.active: list[RequestState] = []  # holding memory, in admission order
         self.arrivals = Arrivals()  # submitted, still to come
         self._live: dict[str, RequestState] = {}  # every request that has no result yet, by id
-        self._labels: set[str] = set()
         self._arrived: list[str] = []  # since the last report, as are the next three
         self._admitted: list[str] = []
         self._preempted: list[str] = []
         self._ended: list[tuple[str, str]] = []
-        self._num_submitted = 0
         self._stepping, self._aborts = False, []  # aborts that came during a step
         self._random = random.Random(seed)
         self.results: dict[str, Result] = {}  # by id; an id that is used again has its newest result
@@ -162,18 +160,16 @@ class Engine:
             return Result(name, "rejected", error=f"{type(error).__name__}: {error}", timeline=timeline)
 
     def _submit(self, request: Request) -> RequestState:
-        label = self._unique_label(request.request_id)
-        arrival = float(request.arrival_time) if door.is_time(request.arrival_time) else self.clock.now()
-        priority = request.priority if isinstance(request.priority, int) else 0  # the door is yet to come
-        timeline = Timeline(label, str(request.client), priority, 0, 0, arrival)
+        now = self.clock.now() if request.arrival_time is None else 0.0  # else reading it could start a real clock
+        timeline = self.door.timeline(request, now)
         self.trace.timelines.append(timeline)
         try:
-            state = self._accept(request, label, timeline)
+            state = self.door.accept(request, timeline, self._live)
             if request.arrival_time is None:
-                self._deliver(arrival)
+                self._deliver(now)
                 self._check_queue()
         except RequestRefused:
-            timeline.finish, timeline.finish_reason = arrival, "rejected"
+            timeline.finish, timeline.finish_reason = timeline.arrival, "rejected"
             raise
         if request.params.seed is None:
             state.seed = self._random.getrandbits(63)
@@ -183,27 +179,6 @@ class Engine:
         else:
             self.arrivals.add(state)
         return state
-
-    def _accept(self, request: Request, label: str, timeline: Timeline) -> RequestState:
-        """Past the door; raises a RequestRefused."""
-        door.check_envelope(request)
-        if request.request_id in self._live:
-            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
-        max_cached = self.scheduler.max_request_tokens(self.kv)
-        state = door.accept(request, label, timeline, self.model, self.kv, self.max_model_len, max_cached)
-        self.scheduler.check(state, self.kv)
-        return state
-
-    def _unique_label(self, request_id: str | None) -> str:
-        """The id itself, where it is new; else with the first free suffix, so that the trace stays unambiguous."""
-        self._num_submitted += 1
-        base = f"r{self._num_submitted - 1}" if request_id is None else str(request_id)
-        label, uses = base, 1
-        while label in self._labels:
-            uses += 1
-            label = f"{base}~{uses}"
-        self._labels.add(label)
-        return label
 
     def _check_queue(self) -> None:
         if self.max_queue is not None and len(self.queue) >= self.max_queue:

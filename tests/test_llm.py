@@ -73,7 +73,7 @@ def test_chat_uses_the_template_of_the_tokenizer(llm):
 
 def test_text_needs_a_tokenizer():
     llm = LLM(ToyModel(vocab_size=50))
-    with pytest.warns(UserWarning, match="text"):
+    with pytest.warns(UserWarning, match="prompt"):
         text, nothing, ids = llm.generate(["hello", None, [1, 2, 3]], use_tqdm=False)
     assert text.error.startswith("InvalidPrompt") and nothing.error.startswith("InvalidPrompt")
     assert len(ids.outputs[0].token_ids) == 16
