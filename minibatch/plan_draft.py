@@ -44,12 +44,13 @@ class PlanDraft:
             if size and request not in self.preempted and self._make_room(request, request.num_computed + size):
                 self._schedule(request, size)
 
-    def admit(self, queue: Iterable[RequestState]) -> None:
+    def admit(self, queue: Sequence[RequestState]) -> None:
         """Admits from the head of the queue until one does not fit: nobody overtakes (strict FCFS)."""
-        for request in queue:
+        for index, request in enumerate(queue):
             if reason := self._try_admit(request):
                 self.waiting.append(Waiting(request, reason))
-                self.rest = f"behind {request.label}"
+                more = len(queue) - index - 1
+                self.rest = f"behind {request.label}: {more:,} more" if more else ""
                 return
 
     def plan(self) -> Plan:
@@ -102,9 +103,8 @@ class PlanDraft:
         size = self._size(request)
         if not size:
             return f"token budget: needs {request.num_pending}, {self.budget} of {self.token_budget} left"
-        if not self.memory.reserve(
-            request, request.num_tokens
-        ):  # all it has to compute, even if this is the first piece
+        # Room for all that it has to compute, even if it computes only the first piece now.
+        if not self.memory.reserve(request, request.num_tokens):
             return f"{self.memory.kv.unit_name}s: {self.memory.shortage(request, request.num_tokens)}"
         self.running.append(request)
         self.admissions[request] = Admission(request, request.num_tokens)

@@ -121,7 +121,7 @@ def test_sc_05_strict_fcfs_lets_nobody_overtake_a_request_that_does_not_fit(conf
     assert [token_steps(engine, name)[0] for name in ("H", "L1", "L2")] == [13, 13, 13]
     second = engine.trace.steps[1]
     assert second.waiting == (("H", "blocks: needs 6 blocks, 5 free, 1 promised"),)
-    assert (second.rest, second.num_waiting) == ("behind H", 3)
+    assert (second.rest, second.num_waiting) == ("behind H: 2 more", 3)
 
 
 @pytest.mark.parametrize("configuration", ["paged", "chunked"])
