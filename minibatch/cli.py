@@ -23,10 +23,10 @@ from minibatch.compare import Setup
 from minibatch.engine import Engine
 from minibatch.llm import MOST_KV_TOKENS, load_model
 from minibatch.models import Model, ModelUnavailable, UnsupportedModel
+from minibatch.models.pretrained import DEFAULT_MODEL
 from minibatch.request import Request, RequestRefused, Result, SamplingParams
 
 USAGE, NO_MODEL, DIFFERS, INTERRUPTED = 2, 3, 4, 130
-DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
 SCHEDULERS = ["static", "continuous", "paged", "chunked"]
 

@@ -18,6 +18,7 @@ from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.engine import Engine
 from minibatch.kv_cache import KVCache
 from minibatch.models import Model
+from minibatch.models.pretrained import DEFAULT_MODEL
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Scheduler
 from minibatch.request import InvalidPrompt, Request, Result, SamplingParams
@@ -65,7 +66,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Model = "smollm2-135m",
+        model: str | Model = DEFAULT_MODEL,
         *,
         dtype: str = "float32",
         device: str = "cpu",

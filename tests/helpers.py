@@ -134,14 +134,23 @@ def _solo(request: Request, model: Any, max_model_len: int | None) -> tuple[int,
 
 def cacheless(request: Request) -> tuple[int, ...]:
     """The greedy tokens of the plain toy, computed from the token list without engine, cache or rows."""
-    tokens = list(request.prompt)
-    for _ in range(request.params.max_tokens):
+    return continuation(request.prompt, request.params.max_tokens)
+
+
+def continuation(
+    prompt: Sequence[int], num_tokens: int, eos: int | None = None, vocab_size: int = 256
+) -> tuple[int, ...]:
+    """What a toy model says after a prompt, from the list of its tokens alone."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_tokens:
         state = 0
         for position, token in enumerate(tokens):
             state = hash((state, position, token))
-        logits = np.random.Generator(np.random.PCG64(state % 2**64)).standard_normal(256)
+        logits = np.random.Generator(np.random.PCG64(state % 2**64)).standard_normal(vocab_size)
         tokens.append(int(logits.argmax()))
-    return tuple(tokens[len(request.prompt) :])
+        if tokens[-1] == eos:
+            break
+    return tuple(tokens[len(prompt) :])
 
 
 def check_solo(

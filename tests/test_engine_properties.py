@@ -6,9 +6,8 @@ to when every row, position and neighbour is right.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from helpers import check_drained, check_invariants
+from helpers import check_drained, check_invariants, continuation
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,20 +26,6 @@ from minibatch import (
 from minibatch.request import RequestRefused
 
 VOCAB, SLOT = 32, 24
-
-
-def continuation(prompt: list[int], num_tokens: int, eos: int | None = None) -> tuple[int, ...]:
-    """What the toy model says after a prompt, from the list of its tokens alone."""
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + num_tokens:
-        state = 0
-        for position, token in enumerate(tokens):
-            state = hash((state, position, token))
-        logits = np.random.Generator(np.random.PCG64(state % 2**64)).standard_normal(VOCAB)
-        tokens.append(int(logits.argmax()))
-        if tokens[-1] == eos:
-            break
-    return tuple(tokens[len(prompt) :])
 
 
 schedulers = st.one_of(
@@ -147,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def tokens_are_a_prefix_of_solo(self):
         for state in [*self.engine.active, *self.engine.queue]:
-            assert tuple(state.generated) == continuation(list(state.prompt), len(state.generated), self.eos)
+            assert tuple(state.generated) == continuation(state.prompt, len(state.generated), self.eos, VOCAB)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -161,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert name not in self.engine.results
                 continue
             result = self.engine.results[name]
-            alone = continuation(request.prompt, request.params.max_tokens, self.eos)
+            alone = continuation(request.prompt, request.params.max_tokens, self.eos, VOCAB)
             if result.finish_reason in ("stop", "length"):
                 assert result.tokens == alone
                 assert (result.finish_reason == "stop") == (self.eos is not None and alone[-1] == self.eos)
