@@ -9,6 +9,7 @@ from minibatch.kv_cache import ContiguousKVCache
 from minibatch.llm import LLM
 from minibatch.models.toy_model import ToyModel
 from minibatch.paged_kv_cache import PagedKVCache
+from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.request import Request, SamplingParams
 from minibatch.static_batching import StaticBatching
 from minibatch.trace import Trace
@@ -21,6 +22,7 @@ __all__ = [
     "ContinuousBatching",
     "Engine",
     "PagedKVCache",
+    "PrefixCachedKVCache",
     "Request",
     "SamplingParams",
     "StaticBatching",

@@ -9,7 +9,10 @@ first time. Three requests of 18, 73 and 141 tokens in one static batch execute 
 18 + 73 + 141 = 232 are useful.
 
 *Memory.* Every row of the KV cache is filled, reserved but unused, lost to fragmentation, or free (the division of the
-vLLM paper, Kwon et al., SOSP 2023, figure 2).
+vLLM paper, Kwon et al., SOSP 2023, figure 2); of the free ones, a prefix cache may still find some.
+
+*Preemption* costs twice: the recompute tax is tokens that go through the model again (``Work.recomputed``), a swap is
+bytes that go to the host and back.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ class Memory:
     """Shares of the cache's rows, 0 to 1; NaN without iterations.
 
     Means are weighted by the duration of the iterations, so they are averages over busy time; idle time between
-    iterations is left out. The four means add up to 1.
+    iterations is left out. The five means add up to 1.
     """
 
     capacity: float
@@ -100,6 +103,7 @@ class Memory:
     mean_filled: float
     mean_reserved: float
     mean_fragmentation: float
+    mean_cached: float
     mean_free: float
     preemptions: int
 
@@ -108,7 +112,7 @@ def memory(trace: Trace) -> Memory:
     """How full the KV cache was, and what the rest of it was doing. ``capacity`` is in rows (tokens)."""
     preemptions = sum(t.num_preemptions for t in trace.timelines)
     if not trace.steps:
-        return Memory(*[math.nan] * 6, preemptions)
+        return Memory(*[math.nan] * 7, preemptions)
     steps = steps_table(trace)
     seconds, capacity = steps["duration"].to_numpy(), steps["kv_capacity"].to_numpy()
 
@@ -116,5 +120,5 @@ def memory(trace: Trace) -> Memory:
         return ratio(float(np.sum(steps[f"kv_{part}"] / capacity * seconds)), float(np.sum(seconds)))
 
     peak = float((steps["kv_filled"] / capacity).max())
-    means = (mean(part) for part in ("filled", "reserved", "fragmentation", "free"))
+    means = (mean(part) for part in ("filled", "reserved", "fragmentation", "cached", "free"))
     return Memory(int(capacity[-1]), peak, *means, preemptions)

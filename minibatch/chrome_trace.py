@@ -58,8 +58,11 @@ def _step_events(step: StepReport, tracks: dict[str, int]) -> Iterator[Event]:
         "recomputed": step.recomputed,
         "padding": step.padded,
         "token_budget": step.token_budget,
-        "admitted": list(step.admitted),
-        "preempted": list(step.preempted),
+        "admitted": [a.request_id for a in step.admitted],
+        "preempted": [p.request_id for p in step.preempted],
+        "cached": step.cached,
+        "swapped_out": step.swapped_out,
+        "swapped_in": step.swapped_in,
         "finished": [request_id for request_id, _ in step.finished],
         "waiting": dict(step.waiting),
     }
@@ -70,8 +73,8 @@ def _step_events(step: StepReport, tracks: dict[str, int]) -> Iterator[Event]:
     # A counter keeps its value until the next event, so the iteration's numbers are written at its start.
     yield _counter("requests", step.start, {"running": len(step.members), "waiting": step.num_waiting})
     kv = step.kv
-    rows = {"filled": kv.filled, "fragmentation": kv.fragmentation, "reserved": kv.reserved, "free": kv.free}
-    yield _counter("KV rows", step.start, rows)
+    parts = ("filled", "fragmentation", "reserved", "cached", "free")
+    yield _counter("KV rows", step.start, {part: getattr(kv, part) for part in parts})
 
 
 def _request_events(timeline: Timeline, track: int, now: float) -> Iterator[Event]:

@@ -4,9 +4,10 @@ A long prompt in an iteration makes everybody who is decoding wait for it: a gen
 every iteration takes one token for each decoding request, then as much of the prompts as the token budget has left.
 The budget is the trade: a small one bounds the time between tokens, a large one finishes prompts sooner.
 
-Only the computation is cut. A request is admitted when the cache has room for its whole prompt, and gets that room at
-once, exactly as without chunking: with memory for the first piece alone, a prompt gets stuck half-way, is preempted,
-loses what it has computed, and begins again.
+Only the computation is cut. By default a request is admitted when the cache has room for its whole prompt, and gets
+that room at once, exactly as without chunking: with memory for the first piece alone (``Optimistic()``, or
+``Watermark(whole_prompt=False)``), a prompt gets stuck half-way, is preempted, loses what it has computed, and begins
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, least_recently_scheduled
+from minibatch.plan_draft import PlanDraft, check_room, least_recently_scheduled
+from minibatch.policies.admission import Optimistic, Watermark
+from minibatch.policies.preemption import Never, Recompute
+from minibatch.policies.queueing import Order
 from minibatch.request import RequestState
 
 
@@ -27,11 +31,14 @@ class ChunkedPrefill:
 
     ``max_chunk``  the most that one request may have of an iteration, so that a long prompt cannot keep the whole
                    budget to itself while short ones wait (None: no such cap)
+    ``admission``, ``preemption``  see ``policies/``
     """
 
     token_budget: int = 512
     max_num_seqs: int = 256
     max_chunk: int | None = None
+    admission: Optimistic = Watermark()
+    preemption: Recompute | Never = Recompute()
 
     def __post_init__(self) -> None:
         check_int("token_budget", self.token_budget, 1)
@@ -45,12 +52,14 @@ class ChunkedPrefill:
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Any request that the cache can hold can run: whatever its length, it is cut to the budget."""
+        check_room(self, request, kv)
 
-    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        draft = PlanDraft(active, kv, self.token_budget, self.max_num_seqs, partial=True, max_chunk=self.max_chunk)
+    def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        limits, policies = (self.token_budget, self.max_num_seqs), (self.admission, self.preemption)
+        draft = PlanDraft(active, kv, *limits, *policies, partial=True, max_chunk=self.max_chunk)
         draft.run(least_recently_scheduled(r for r in active if r.is_decoding))
         draft.run(r for r in active if not r.is_decoding)  # prompts begun before: they hold memory, so finish them
-        draft.admit(queue)
+        draft.admit(queue, now)
         return draft.plan()
 
     def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:

@@ -11,7 +11,7 @@ one iteration, and somebody has to decide how that iteration treats the requests
 
 With a :class:`~minibatch.kv_cache.ContiguousKVCache` a request is admitted with all the memory it may ever need, and
 never preempted. With a :class:`~minibatch.paged_kv_cache.PagedKVCache` it is admitted when its prompt fits, grows, and
-may be preempted: that is vLLM.
+may be preempted: that is vLLM. Both are defaults: who waits for what and who gives way, are policies of their own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,26 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, least_recently_scheduled
+from minibatch.plan_draft import PlanDraft, check_room, least_recently_scheduled, may_be_recomputed
+from minibatch.policies.admission import Optimistic, Watermark
+from minibatch.policies.preemption import Never, Recompute
+from minibatch.policies.queueing import Order
 from minibatch.request import PromptTooLong, RequestState
 
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """At most ``max_num_seqs`` active requests, and ``max_num_batched_tokens`` tokens an iteration."""
+    """At most ``max_num_seqs`` active requests, and ``max_num_batched_tokens`` tokens an iteration.
+
+    ``admission``, ``preemption``  see ``policies/``
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     phase_order: str = "mixed"
     first: str = "decode"
+    admission: Optimistic = Watermark()
+    preemption: Recompute | Never = Recompute()
 
     def __post_init__(self) -> None:
         check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -48,14 +56,16 @@ class ContinuousBatching:
         return self.max_num_batched_tokens
 
     def max_request_tokens(self, kv: KVCache) -> int:
-        """What fits the cache and, where a request may be preempted, one iteration: see ``check``."""
-        return min(kv.max_request_tokens, self.max_num_batched_tokens) if kv.grows else kv.max_request_tokens
+        """What fits the cache and, where a request may be recomputed, one iteration: see ``check``."""
+        most = kv.max_request_tokens
+        return min(most, self.max_num_batched_tokens) if may_be_recomputed(self, kv) else most
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Its prompt, or all it may have computed when it is preempted, must fit one iteration: nothing is cut here."""
+        check_room(self, request, kv)
         most, limit = request.num_prompt, self.max_num_batched_tokens
         what = f"prompt {most}"
-        if kv.grows:
+        if may_be_recomputed(self, kv):
             most = request.max_cached_tokens
             what += f" + {request.max_new_tokens} new tokens may need {most} tokens in one iteration after a preemption"
         if most > limit:
@@ -63,14 +73,15 @@ class ContinuousBatching:
                 f"{what}, max_num_batched_tokens is {limit}: raise it, or use ChunkedPrefill, which cuts prompts"
             )
 
-    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        draft = PlanDraft(active, kv, self.max_num_batched_tokens, self.max_num_seqs)
+    def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        limits = (self.max_num_batched_tokens, self.max_num_seqs)
+        draft = PlanDraft(active, kv, *limits, self.admission, self.preemption)
         decodes = least_recently_scheduled(active)
         if self.phase_order == "mixed" and self.first == "decode":
             draft.run(decodes)
-            draft.admit(queue)
+            draft.admit(queue, now)
         else:
-            draft.admit(queue)
+            draft.admit(queue, now)
             if self.phase_order == "mixed" or not draft.chunks:
                 draft.run(decodes)
         return draft.plan()

@@ -6,7 +6,7 @@ cache and iteration, its stop conditions can be tested.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from numbers import Integral
 
@@ -17,6 +17,7 @@ from minibatch.models import Model
 from minibatch.plan import Scheduler
 from minibatch.request import (
     DuplicateRequest,
+    Group,
     InvalidParams,
     InvalidPrompt,
     NeverFits,
@@ -42,14 +43,17 @@ class Door:
         priority = request.priority if isinstance(request.priority, int) else 0
         return Timeline(self._label(request.request_id), str(request.client), priority, 0, 0, arrival)
 
-    def accept(self, request: Request, timeline: Timeline, live: Mapping[str, RequestState]) -> RequestState:
+    def accept(self, request: Request, timeline: Timeline, live: Container[str]) -> RequestState:
         """The state of a request that can run; raises a RequestRefused for one that never could.
 
-        ``live`` are the requests that have not ended, by id.
+        ``live`` are the ids in use. With ``n > 1`` the state is that of the first answer, the others are its siblings.
         """
         check_envelope(request)
-        if request.request_id in live:
-            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
+        own_id = timeline.request_id if request.request_id is None else request.request_id
+        ids = answer_ids(own_id, request.params.n)
+        for request_id in dict.fromkeys((own_id, *ids)):
+            if request_id in live:
+                raise DuplicateRequest(f"request id {request_id!r} is in use by a live request")
         prompt = check_prompt(request.prompt, self.model.vocab_size)
         check_vocabulary(request, self.model.vocab_size, self.model.tokenizer is not None)
         params = replace(request.params)  # of its own: its collections may change under the caller's hands
@@ -57,21 +61,41 @@ class Door:
         timeline.num_prompt = len(prompt)
         timeline.max_new_tokens = new_token_limit(len(prompt), params.max_tokens, self.max_model_len, most)
         stop_token_ids = self._stop_token_ids(params)
-        state = RequestState(
-            request=replace(request, params=params),
-            request_id=timeline.request_id if request.request_id is None else request.request_id,
-            label=timeline.request_id,
-            prompt=prompt,
-            arrival_time=timeline.arrival,
-            max_new_tokens=timeline.max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            seed=0 if params.seed is None else params.seed,
-            timeline=timeline,
-            text=None if self.model.tokenizer is None else TextStream(self.model.tokenizer, params, stop_token_ids),
-        )
+        states = [
+            RequestState(
+                request=replace(request, params=params),
+                request_id=request_id,
+                label=timeline.request_id,
+                prompt=prompt,
+                arrival_time=timeline.arrival,
+                max_new_tokens=timeline.max_new_tokens,
+                stop_token_ids=stop_token_ids,
+                seed=0 if params.seed is None else params.seed + index,
+                timeline=timeline,
+                text=None if self.model.tokenizer is None else TextStream(self.model.tokenizer, params, stop_token_ids),
+            )
+            for index, request_id in enumerate(ids)
+        ]
+        state = states[0]
+        state.siblings = states[1:]
+        if state.siblings and not self.kv.shares:
+            raise InvalidParams(f"n = {params.n}: answers share the K/V of their prompt, and {self.kv!r} cannot share")
         self.kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
         self.scheduler.check(state, self.kv)
+        if state.siblings:
+            self._split(states, timeline)
         return state
+
+    def _split(self, states: list[RequestState], timeline: Timeline) -> None:
+        """A timeline an answer, from that of the request, which becomes the first's."""
+        group = Group(timeline.request_id, states)
+        for index, state in enumerate(states):
+            label = self._unused(f"{group.request_id}#{index}")
+            state.label, state.group = label, group
+            if index:  # the first one computes the prompt for all
+                state.num_cached = state.num_prompt
+                state.timeline = replace(timeline, token_times=[], runs=[], num_cached=state.num_prompt)
+            state.timeline.request_id, state.timeline.group = label, group.request_id
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         known = (token for token in self.model.eos_token_ids if token < self.model.vocab_size)
@@ -81,12 +105,20 @@ class Door:
         """The id itself, where it is new; else with the first free suffix, so that the trace stays unambiguous."""
         base = f"r{self._num_requests}" if request_id is None else str(request_id)
         self._num_requests += 1
+        return self._unused(base)
+
+    def _unused(self, base: str) -> str:
         label, uses = base, 1
         while label in self._labels:
             uses += 1
             label = f"{base}~{uses}"
         self._labels.add(label)
         return label
+
+
+def answer_ids(request_id: str, n: int) -> list[str]:
+    """One id an answer: the request's own, or ``id#0``, ``id#1``, ..."""
+    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]
 
 
 def check_envelope(request: Request) -> None:
@@ -99,6 +131,8 @@ def check_envelope(request: Request) -> None:
         raise InvalidParams(f"priority must be an integer, got {request.priority!r}")
     if not isinstance(request.params, SamplingParams):
         raise InvalidParams(f"params must be SamplingParams, got {request.params!r}")
+    if request.cache_salt is not None and not isinstance(request.cache_salt, str):
+        raise InvalidParams(f"cache_salt must be a string, got {request.cache_salt!r}")
     if request.arrival_time is not None and not is_time(request.arrival_time):
         raise InvalidParams(f"arrival_time must be a number of seconds from 0 on, got {request.arrival_time!r}")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,27 +22,33 @@ from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.door import Door
-from minibatch.kv_cache import KVCache, KVSnapshot
+from minibatch.kv_cache import KVCache, KVSnapshot, RowCopy
 from minibatch.models import Model
 from minibatch.next_tokens import next_tokens
-from minibatch.plan import Chunk, Plan, Scheduler, check_plan
+from minibatch.plan import Admission, Chunk, Plan, Preemption, Scheduler, check_plan
+from minibatch.policies.queueing import FCFS, Order
 from minibatch.request import (
+    MOST_ANSWERS,
     EngineStalled,
+    Group,
+    InvalidParams,
     QueueFull,
     Request,
     RequestRefused,
     RequestState,
     Result,
+    SamplingParams,
     Status,
 )
 from minibatch.sampling import Sample, SamplingError
 from minibatch.streaming import Stream
-from minibatch.trace import Member, PadRow, StepReport, Trace, versions
+from minibatch.trace import Admitted, Forked, Member, PadRow, Preempted, StepReport, Trace, versions
 
 
 class Engine:
     """Runs requests on a model, one iteration a ``step()``.
 
+    ``order``          who is next among the waiting; default: strict FCFS
     ``clock``          default: the one that fits the model (real for a model that computes, virtual for a toy)
     ``max_model_len``  context limit in tokens; default: the model's
     ``max_queue``      most requests that may wait, preempted ones included, active ones not; an arrival that finds so
@@ -57,6 +63,7 @@ class Engine:
         scheduler: Scheduler,
         kv_cache: KVCache,
         *,
+        order: Order | None = None,
         clock: Clock | None = None,
         max_model_len: int | None = None,
         max_queue: int | None = None,
@@ -69,20 +76,26 @@ class Engine:
             check_int("max_model_len", max_model_len, 2)  # one token of prompt and a new one
         if max_queue is not None:
             check_int("max_queue", max_queue, 0)
-        if kv_cache.num_free < kv_cache.num_units:
+        self.queue = FCFS() if order is None else order
+        if not kv_cache.is_untouched:
             raise ValueError(f"{kv_cache!r} is in use by another engine: give each engine a cache of its own")
+        if self.queue.used:
+            raise ValueError(f"{order!r} is in use by another engine: give each engine an order of its own")
         limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
         self.max_model_len = min(limits) if limits else None
         self.door = Door(model, scheduler, kv_cache, self.max_model_len)
         self.max_queue = max_queue
         self.store = model.allocate(kv_cache.num_rows)  # the K/V themselves, in the executor's own form
-        self.queue: deque[RequestState] = deque()  # waiting, in arrival order
         self.active: list[RequestState] = []  # holding memory, in admission order
         self.arrivals = Arrivals()  # submitted, still to come
-        self._live: dict[str, RequestState] = {}  # every request that has no result yet, by id
-        self._arrived: list[str] = []  # since the last report, as are the next three
-        self._admitted: list[str] = []
-        self._preempted: list[str] = []
+        self._live: dict[str, RequestState] = {}  # every sequence that has no result yet, by id
+        self._groups: dict[str, Group] = {}  # the requests with n > 1 that have none, by id
+        self._ids = ChainMap[str, Any](self._live, self._groups)
+        self._num_arrived = 0
+        self._arrived: list[str] = []  # since the last report, as are the next four
+        self._admitted: list[Admitted] = []
+        self._preempted: list[Preempted] = []
+        self._copied_rows = 0
         self._ended: list[tuple[str, str]] = []
         self._stepping, self._aborts = False, []  # aborts that came during a step
         self._random = random.Random(seed)
@@ -94,6 +107,8 @@ class Engine:
                 "model": model.name,
                 "scheduler": repr(scheduler),
                 "kv_cache": repr(kv_cache),
+                "order": repr(self.queue),
+                "kv_bytes_per_token": model.kv_bytes_per_token,
                 "max_model_len": self.max_model_len,
                 "sampling_seed": seed,
                 "versions": versions(),
@@ -104,26 +119,31 @@ class Engine:
 
     def submit(self, request: Request) -> str:
         """Takes a request and returns its id; raises a RequestRefused that says why, and then nothing has changed."""
-        return self._submit(request).request_id
+        state = self._submit(request)
+        return (state.group or state).request_id
 
     def stream(self, request: Request) -> Stream:
         """Takes a request and returns an iterator over its output as it is made; closing it aborts the request."""
+        if isinstance(request.params, SamplingParams) and request.params.n > 1:
+            raise InvalidParams(f"n = {request.params.n}: a stream has one answer; use submit, or as many streams")
         return Stream(self, self._submit(request))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now, wherever it is. False if no live request has this id.
 
-        It gives up its place and memory as if it had finished: at once, but for a member of a static batch.
+        It gives up its place and memory as if it had finished: at once, but for a member of a static batch. Of a
+        request with ``n > 1`` all answers end; one alone is named ``id#0``, ``id#1``, ...
 
         Called from within a step (by a stream that is collected there), it takes effect when the step is over.
         """
-        state = self._live.get(request_id)
-        if state is None:
+        found = self._ids.get(request_id)
+        if found is None:
             return False
-        if self._stepping:
-            self._aborts.append(state)
-        else:
-            self._abort(state)
+        for state in [s for s in found.states if not s.is_finished] if isinstance(found, Group) else [found]:
+            if self._stepping:
+                self._aborts.append(state)
+            elif not state.is_finished:  # it may have ended with another answer
+                self._abort(state)
         return True
 
     def run(self, requests: Iterable[Request], on_step: Callable[[StepReport], object] | None = None) -> list[Result]:
@@ -135,7 +155,7 @@ class Engine:
         while (report := self.step()) is not None:
             if on_step is not None:
                 on_step(report)
-        return [outcome if isinstance(outcome, Result) else outcome.result for outcome in outcomes]
+        return [o if isinstance(o, Result) else (o.group or o).result for o in outcomes]
 
     def step(self) -> StepReport | None:
         """Executes one iteration, after waiting for one to become possible; None when nothing submitted remains."""
@@ -164,16 +184,20 @@ class Engine:
         timeline = self.door.timeline(request, now)
         self.trace.timelines.append(timeline)
         try:
-            state = self.door.accept(request, timeline, self._live)
+            state = self.door.accept(request, timeline, self._ids)
             if request.arrival_time is None:
                 self._deliver(now)
                 self._check_queue()
         except RequestRefused:
             timeline.finish, timeline.finish_reason = timeline.arrival, "rejected"
             raise
-        if request.params.seed is None:
-            state.seed = self._random.getrandbits(63)
-        self._live[state.request_id] = state
+        for answer in (state, *state.siblings):
+            if request.params.seed is None:
+                answer.seed = self._random.getrandbits(63)
+            self._live[answer.request_id] = answer
+        if state.group is not None:
+            self._groups[state.group.request_id] = state.group
+            self.trace.timelines += [sibling.timeline for sibling in state.siblings]
         if request.arrival_time is None:
             self._arrive(state)
         else:
@@ -190,13 +214,15 @@ class Engine:
             try:
                 self._check_queue()
             except QueueFull as error:
-                self._finish(state, "rejected", state.arrival_time, error)
+                for answer in (state, *state.siblings):
+                    self._finish(answer, "rejected", state.arrival_time, error)
             else:
                 self._arrive(state)
 
     def _arrive(self, state: RequestState) -> None:
-        state.status = Status.WAITING
-        self.queue.append(state)
+        state.status, state.rank = Status.WAITING, self._num_arrived
+        self._num_arrived += 1
+        self.queue.add(state)
         self._arrived.append(state.label)
 
     # ---------------------------------------------------------------- one iteration
@@ -217,58 +243,112 @@ class Engine:
                 return None
 
     def _abort(self, state: RequestState) -> None:
-        if state.status is Status.WAITING:
-            self.queue.remove(state)
-        elif state.status is Status.SUBMITTED:
+        if state.status is Status.SUBMITTED:
             self.arrivals.remove(state)
-        self._finish(state, "abort", max(self.clock.now(), state.arrival_time))  # it may not even have arrived
+        now = max(self.clock.now(), state.arrival_time)  # it may not even have arrived
+        for answer in (state, *state.siblings):  # without the first one nobody computes the prompt of the others
+            self._finish(answer, "abort", now)
+        if state.group is not None and state in state.group.states[0].siblings:  # it will not be forked
+            state.group.states[0].siblings.remove(state)
         self._let_go()
 
     def _execute(self, plan: Plan, start: float) -> StepReport:
-        for state in plan.preemptions:
-            self._preempt(state, start)
+        for preemption in plan.preemptions:
+            self._preempt(preemption, start)
+        for admission in plan.admissions:  # all of them take what is cached before anybody takes a block and evicts it
+            self._admit(admission, start)
         for admission in plan.admissions:
-            self._admit(admission.request, start)
-            self.kv.reserve(admission.request, admission.reserve)
+            self._reserve(admission.request, admission.reserve)
+            self._swap_in(admission.request)
         for chunk in plan.chunks:  # those who were active before grow
-            self.kv.reserve(chunk.request, chunk.stop)
+            self._reserve(chunk.request, chunk.stop)
         outcomes = next_tokens(plan, self.model.forward(plan, self.kv, self.store))
         self.clock.advance(plan)
         end = self.clock.now()
         members = tuple(self._commit(chunk, outcomes.get(chunk.request), start) for chunk in plan.chunks)
+        forked = tuple(self._fork(chunk.request, outcomes, end) for chunk in plan.chunks if chunk.forks)
         snapshot = self.kv.snapshot(self.active)  # after the forward, before anyone leaves
         for state, outcome in outcomes.items():
             self._emit(state, outcome, end)
         self._let_go()
-        return self._report(plan, start, end, members, snapshot)
+        return self._report(plan, start, end, members, sum(forked, ()), snapshot)
 
-    def _preempt(self, state: RequestState, now: float) -> None:
-        """By recomputation: all its K/V is dropped, and computed again from its tokens when it is back."""
+    def _preempt(self, preemption: Preemption, now: float) -> None:
+        """Takes memory and place away. Swapped, it keeps what it has computed; else that is to be computed again."""
+        state, by, swap = preemption
+        self._preempted.append(Preempted(state.label, by.label, state.num_computed, swap))
+        if swap:
+            self.store.swap_out(state, self.kv.rows(state, 0, state.num_computed))
+            self.kv.host[state] = state.num_computed
+            state.timeline.num_swapped += state.num_computed
+        else:
+            state.num_computed = 0
         self.kv.release(state)
         self.active.remove(state)
-        self.queue.appendleft(state)  # victims come newest first, so the order of arrival is kept
-        state.status, state.num_computed = Status.WAITING, 0
-        self._preempted.append(state.label)
+        state.status = Status.WAITING
+        self.queue.add(state)
         state.timeline.num_preemptions += 1
         state.timeline.runs[-1][1] = now
 
-    def _admit(self, state: RequestState, now: float) -> None:
-        self.queue.remove(state)
+    def _admit(self, admission: Admission, now: float) -> None:
+        state, _, cached = admission
+        self.queue.take(state)
         self.active.append(state)
         state.status = Status.ACTIVE
-        self._admitted.append(state.label)
+        resumed = bool(state.timeline.runs)
+        self._admitted.append(Admitted(state.label, cached, state.num_computed, resumed))
         state.timeline.runs.append([now, now])
+        if cached:
+            self.kv.adopt(state, cached)
+            state.num_computed = cached
+            if resumed:
+                state.timeline.num_recached += cached
+            else:
+                state.num_cached = state.timeline.num_cached = cached
+
+    def _reserve(self, state: RequestState, num_tokens: int) -> None:
+        if (copy := self.kv.reserve(state, num_tokens)) is not None:
+            self._copy(copy)
+
+    def _copy(self, copy: RowCopy) -> None:
+        self.store.copy_rows(*copy)
+        self._copied_rows += len(copy.source)
+
+    def _swap_in(self, state: RequestState) -> None:
+        if self.kv.host.pop(state, None) is not None:
+            self.store.swap_in(state, self.kv.rows(state, 0, state.num_computed))
 
     def _commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, start: float) -> Member:
         """The chunk's tokens are computed now."""
         state, kinds = chunk.request, chunk.kinds
         state.num_computed = chunk.stop
         state.high_water = max(state.high_water, chunk.stop)
+        self.kv.publish(state)
         state.last_scheduled = len(self.trace.steps)
         if state.timeline.scheduled is None:
             state.timeline.scheduled = start
         emitted = outcome.token if isinstance(outcome, Sample) else None
         return Member(state.label, chunk.start, chunk.stop, *kinds, emitted)
+
+    def _fork(
+        self, parent: RequestState, outcomes: dict[RequestState, Sample | SamplingError], now: float
+    ) -> tuple[Forked, ...]:
+        """The prompt is computed: its other answers begin, each from its own first token."""
+        forked = []
+        for child in parent.siblings:
+            if (copy := self.kv.fork(parent, child)) is not None:
+                self._copy(copy)
+            child.num_computed = child.high_water = parent.num_computed
+            child.last_scheduled = parent.last_scheduled
+            child.rank = parent.rank + (1 + len(forked)) / MOST_ANSWERS  # right behind it
+            child.prompt_logprobs = list(parent.prompt_logprobs)
+            child.status, child.timeline.scheduled = Status.ACTIVE, parent.timeline.scheduled
+            child.timeline.runs.append([now, now])
+            outcome = outcomes[child]
+            forked.append(Forked(child.label, parent.label, outcome.token if isinstance(outcome, Sample) else None))
+        place = self.active.index(parent) + 1
+        self.active[place:place], parent.siblings = parent.siblings, []
+        return tuple(forked)
 
     def _emit(self, state: RequestState, outcome: Sample | SamplingError, now: float) -> None:
         """Gives a request its next token, and ends it if that was its last."""
@@ -292,6 +372,8 @@ class Engine:
     def _finish(self, state: RequestState, reason: str, now: float, error: Exception | None = None) -> None:
         """The one place where a request ends: exactly one Result."""
         was_active = state.status is Status.ACTIVE
+        if self.kv.host.pop(state, None) is not None:
+            self.store.swap_drop(state)
         state.status, state.finish_reason = Status.FINISHED, reason
         if state.text is not None:
             state.text.finish()
@@ -301,7 +383,12 @@ class Engine:
             timeline.runs[-1][1] = now
         del self._live[state.request_id]
         self._ended.append((state.label, reason))
+        self.queue.end(state)
         state.result = self.results[state.request_id] = state.to_result(error)
+        group = state.group
+        if group is not None and group.is_finished:
+            group.result = self.results[group.request_id] = group.to_result()
+            del self._groups[group.request_id]
 
     def _let_go(self) -> None:
         """An iteration boundary: those whom the scheduler lets leave give up place and memory."""
@@ -313,7 +400,13 @@ class Engine:
             self.active = [state for state in self.active if state not in gone]
 
     def _report(
-        self, plan: Plan, start: float, end: float, members: tuple[Member, ...], snapshot: KVSnapshot
+        self,
+        plan: Plan,
+        start: float,
+        end: float,
+        members: tuple[Member, ...],
+        forked: tuple[Forked, ...],
+        snapshot: KVSnapshot,
     ) -> StepReport:
         report = StepReport(
             index=len(self.trace.steps),
@@ -330,8 +423,11 @@ class Engine:
             rest=plan.rest,
             token_budget=self.scheduler.token_budget,
             kv=snapshot,
+            forked=forked,
+            copied_rows=self._copied_rows,
         )
         self._arrived, self._admitted, self._preempted, self._ended = [], [], [], []
+        self._copied_rows = 0
         self.trace.steps.append(report)
         return report
 
@@ -340,7 +436,7 @@ class Engine:
     def _wait(self, plan: Plan, now: float) -> None:
         """Nothing to compute yet: waits for the time that the plan names, or for an arrival before it."""
         if plan.wake_at is None or not now < plan.wake_at < math.inf:
-            head = self.queue[0] if self.queue else self.active[0]
+            head = next(iter(self.queue), None) or self.active[0]
             reason = next((waiting.reason for waiting in plan.waiting if waiting.request is head), plan.rest)
             raise EngineStalled(
                 f"{type(self.scheduler).__name__} planned nothing with {len(self.queue)} waiting and "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,13 +35,16 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class KVSnapshot:
-    """Where every row of the cache is, after the forward and before anyone leaves. Each row is counted once.
+    """Where every row of the cache is, after the forward and before anyone leaves. Each row is counted once, however
+    many requests share it (so the parts of the holdings may add up to more).
 
     ``filled``         rows that hold the K/V of a live request's token
     ``reserved``       set aside for tokens that may still come, or kept by a finished member of a static batch
     ``fragmentation``  allocated, but of no use to anyone: the end of a request's last block, or the part of a slot
                        beyond the longest that its request can become
-    ``free``           rows that a new request can have
+    ``cached``         of nobody, but still holding a prefix that a later request may find; taken when needed
+    ``free``           of nobody
+    ``host``           rows of swapped requests in host memory: not part of the capacity
     """
 
     capacity: int
@@ -49,23 +53,36 @@ class KVSnapshot:
     fragmentation: int
     free: int
     holdings: tuple[Holding, ...]
+    cached: int = 0
+    host: int = 0
+
+
+class RowCopy(NamedTuple):
+    """Rows that the executor has to copy before the next forward, int64 ``[n]`` each."""
+
+    source: np.ndarray
+    target: np.ndarray
 
 
 class KVCache(ABC):
     """Hands out units of ``unit_size`` rows, and translates token indices into rows.
 
-    ``grows`` says whether a request gets its rows as it needs them, so that the cache can run out under a running
-    request (and somebody must be preempted), or all of them when it is admitted.
+    ``grows``   a request gets its rows as it needs them, so that the cache can run out under a running request (and
+                somebody must be preempted); else all of them when it is admitted
+    ``shares``  two requests can hold the same unit
+    ``host``    swapped requests, and how many of their tokens are in host memory
     """
 
     unit_name: str
     grows: bool
+    shares: bool
 
     def __init__(self, num_units: int, unit_size: int) -> None:
         check_int(f"num_{self.unit_name}s", num_units, 1)
         check_int(f"{self.unit_name}_size", unit_size, 1)
         self.num_units, self.unit_size = num_units, unit_size
         self.num_rows = num_units * unit_size
+        self.host: dict[RequestState, int] = {}
 
     @property
     @abstractmethod
@@ -75,19 +92,40 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Units that nobody holds."""
+        """Units that a request can have: those that nobody holds."""
+
+    @property
+    def num_cached(self) -> int:
+        """Those of the free units that still hold a prefix which can be found."""
+        return 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no engine has left anything here."""
+        return self.num_free == self.num_units and not self.num_cached and not self.host
 
     @abstractmethod
     def units_for(self, num_tokens: int) -> int:
-        """Units that a request with ``num_tokens`` cached tokens holds."""
+        """Units that one sequence with ``num_tokens`` cached tokens holds."""
+
+    def need(self, request: RequestState, num_tokens: int) -> int:
+        """Units that the request holds with its first ``num_tokens`` tokens reserved."""
+        return self.units_for(num_tokens)
 
     @abstractmethod
     def units(self, request: RequestState) -> tuple[int, ...]:
         """The units that a request holds, in token order; empty if none."""
 
     @abstractmethod
-    def reserve(self, request: RequestState, num_tokens: int) -> None:
-        """Makes sure that the first ``num_tokens`` tokens have rows. The plan has established that they fit."""
+    def num_held(self, request: RequestState) -> int:
+        """How many these are."""
+
+    @abstractmethod
+    def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
+        """Makes sure that the first ``num_tokens`` tokens have rows that may be written.
+
+        The plan has established that they fit. Returns what has to be copied first, if anything.
+        """
 
     @abstractmethod
     def release(self, request: RequestState) -> None:
@@ -96,6 +134,20 @@ class KVCache(ABC):
     @abstractmethod
     def reserved_for(self, request: RequestState) -> int:
         """How many tokens the request's units were taken for; the rows beyond them are fragmentation."""
+
+    def match(self, request: RequestState) -> tuple[int, ...]:
+        """Units that hold the beginning of a request which holds nothing itself (see ``prefix_cache.py``)."""
+        return ()
+
+    def adopt(self, request: RequestState, num_tokens: int) -> None:  # noqa: B027 (most caches find nothing)
+        """Gives the request the units that ``match`` found for its first ``num_tokens`` tokens."""
+
+    def publish(self, request: RequestState) -> None:  # noqa: B027 (and remember nothing)
+        """More of the request's tokens have been computed: others may find them from now on."""
+
+    def fork(self, parent: RequestState, child: RequestState) -> RowCopy | None:
+        """Lets ``child`` share all that ``parent`` has computed. Returns what has to be copied at once, if anything."""
+        raise NotImplementedError(f"the {self.unit_name}s of {self!r} cannot be shared")
 
     def rows(self, request: RequestState, start: int, stop: int) -> np.ndarray:
         """Physical rows of ``tokens[start:stop]``, int64 ``[stop - start]``: the one address translation."""
@@ -123,11 +175,22 @@ class KVCache(ABC):
     def snapshot(self, active: Iterable[RequestState]) -> KVSnapshot:
         """Where every row is. ``active`` are the requests that may hold something."""
         holdings = tuple(self._holding(request) for request in active)
-        filled = sum(h.filled for h in holdings)
-        reserved = sum(h.reserved for h in holdings)
-        fragmentation = sum(h.fragmentation for h in holdings)
-        free = self.num_free * self.unit_size
-        return KVSnapshot(self.num_rows, filled, reserved, fragmentation, free, holdings)
+        filled, fragmentation = sum(h.filled for h in holdings), sum(h.fragmentation for h in holdings)
+        twice_filled, twice_wasted = self._counted_twice(active)
+        return KVSnapshot(
+            capacity=self.num_rows,
+            filled=filled - twice_filled,
+            reserved=sum(h.reserved for h in holdings),
+            fragmentation=fragmentation - twice_wasted,
+            cached=self.num_cached * self.unit_size,
+            free=(self.num_free - self.num_cached) * self.unit_size,
+            host=sum(self.host.values()),
+            holdings=holdings,
+        )
+
+    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int]:
+        """Filled and fragmented rows that are in more than one holding, for each holding but the first."""
+        return 0, 0
 
     def _holding(self, request: RequestState) -> Holding:
         units = self.units(request)
@@ -142,6 +205,7 @@ class KVDraft:
     """An overlay on a cache in which units promised earlier in the same plan are gone, and a victim's are back.
 
     Costs nothing to make (it copies no table) and is thrown away with the planning, so that planning is pure.
+    ``free`` are the units that can still be promised.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -149,20 +213,33 @@ class KVDraft:
         self.free = kv.num_free
         self._held: dict[RequestState, int] = {}  # only where the draft differs from the cache
 
+    def copy(self) -> KVDraft:
+        """One to try something on."""
+        twin = type(self)(self.kv)
+        twin.free, twin._held = self.free, dict(self._held)
+        return twin
+
     def held(self, request: RequestState) -> int:
         """Units that the request would hold."""
         units = self._held.get(request)
-        return len(self.kv.units(request)) if units is None else units
+        return self.kv.num_held(request) if units is None else units
+
+    def cached_tokens(self, request: RequestState) -> int:
+        """Leading tokens of a waiting request that need not be computed, because a prefix cache has their K/V."""
+        return 0
+
+    def need(self, request: RequestState, num_tokens: int) -> int:
+        """Free units that it would take for the request's first ``num_tokens`` tokens to have rows."""
+        return max(self.kv.need(request, num_tokens) - self.held(request), 0)
 
     def reserve(self, request: RequestState, num_tokens: int) -> bool:
         """Promises rows for the first ``num_tokens`` tokens; False, and no change, if they are not there."""
-        held = self.held(request)
-        need = self.kv.units_for(num_tokens) - held
+        need = self.need(request, num_tokens)
         if need > self.free:
             return False
         if need > 0:
             self.free -= need
-            self._held[request] = held + need
+            self._held[request] = self.held(request) + need
         return True
 
     def release(self, request: RequestState) -> None:
@@ -173,9 +250,8 @@ class KVDraft:
     def shortage(self, request: RequestState, num_tokens: int) -> str:
         """Why ``num_tokens`` do not fit now, with the numbers."""
         promised = self.kv.num_free - self.free
-        need = self.kv.units_for(num_tokens) - self.held(request)
-        return f"needs {need} {self.kv.unit_name}s, {self.kv.num_free} free" + (
-            f", {promised} promised" if promised else ""
+        return f"needs {self.need(request, num_tokens)} {self.kv.unit_name}s, {self.kv.num_free} free" + (
+            f", {promised} promised" if promised > 0 else f", {-promised} given back" if promised else ""
         )
 
 
@@ -184,6 +260,7 @@ class ContiguousKVCache(KVCache):
 
     unit_name = "slot"
     grows = False
+    shares = False
 
     def __init__(self, num_slots: int, slot_size: int) -> None:
         super().__init__(num_slots, slot_size)
@@ -203,6 +280,9 @@ class ContiguousKVCache(KVCache):
 
     def units(self, request: RequestState) -> tuple[int, ...]:
         return (self._slot[request],) if request in self._slot else ()
+
+    def num_held(self, request: RequestState) -> int:
+        return int(request in self._slot)
 
     def reserve(self, request: RequestState, num_tokens: int) -> None:
         if request not in self._slot:

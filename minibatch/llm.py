@@ -163,12 +163,15 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 def _output(prompt: Prompt, request: Request, result: Result) -> RequestOutput:
     if result.error is not None:
         warnings.warn(f"request {result.request_id}: {result.error}", stacklevel=4)
-    answer = CompletionOutput(0, result.text, result.tokens, result.finish_reason, result.stop_reason, result.logprobs)
+    answers = [
+        CompletionOutput(index, r.text, r.tokens, r.finish_reason, r.stop_reason, r.logprobs)
+        for index, r in enumerate(result.samples or (result,))
+    ]
     return RequestOutput(
         request_id=result.request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=() if result.finish_reason == "rejected" else tuple(request.prompt),
-        outputs=[answer],
+        outputs=answers,
         prompt_logprobs=result.prompt_logprobs,
         timeline=result.timeline,
         error=result.error,

@@ -91,12 +91,12 @@ def _read_step(step: StepReport, place: dict[str, int], absent: dict[str, str], 
     for request_id in step.arrived:
         absent[request_id] = "waiting"
         cells.mark("arrived", left, place.get(request_id))
-    absent.update((request_id, "preempted") for request_id in step.preempted)
+    absent.update((preempted.request_id, "preempted") for preempted in step.preempted)
     for request_id, reason in step.finished:
         at = right if request_id in executed else left  # one that was not executed ended before the iteration began
         kind = "finished" if reason in ("stop", "length") else "ended"
         cells.mark(kind, at, place.get(request_id))
-    for request_id in (*step.admitted, *executed, *(name for name, _ in step.finished)):
+    for request_id in (*(a.request_id for a in step.admitted), *executed, *(name for name, _ in step.finished)):
         absent.pop(request_id, None)
     for kind, request_id, start, stop, tokens in _cells_of(step, executed):
         cells.add(kind, place[request_id], start, stop)

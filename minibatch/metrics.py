@@ -46,6 +46,9 @@ REQUEST_COLUMNS = {
     "finish": float,
     "finish_reason": object,
     "num_preemptions": int,
+    "num_cached": int,
+    "num_recached": int,
+    "num_swapped": int,
     "queueing_delay": float,
     "ttft": float,
     "tpot": float,
@@ -68,12 +71,19 @@ STEP_COLUMNS = {
     "arrived": int,
     "admitted": int,
     "preempted": int,
+    "cached": int,
+    "swapped_out": int,
+    "swapped_in": int,
+    "forked": int,
+    "copied_rows": int,
     "finished": int,
     "num_waiting": int,
     "kv_filled": int,
     "kv_reserved": int,
     "kv_fragmentation": int,
+    "kv_cached": int,
     "kv_free": int,
+    "kv_host": int,
     "kv_capacity": int,
 }
 
@@ -96,7 +106,8 @@ def steps_table(trace: Trace) -> pd.DataFrame:
     """One row an iteration: when, how many tokens of which kind, who came and went, where the rows of the cache are.
 
     ``padding`` counts all padding, ``dead_padding`` the part of it in rows of finished requests; ``num_seqs`` is the
-    number of requests that computed something. ``token_budget`` is NaN where the scheduler sets none.
+    number of requests that computed something. ``token_budget`` is NaN where the scheduler sets none. ``cached``,
+    ``swapped_out``, ``swapped_in`` and ``copied_rows`` count tokens; ``kv_host`` is memory of the host.
     """
     return _table((_step_row(s) for s in trace.steps), STEP_COLUMNS)
 
@@ -118,6 +129,9 @@ def _request_row(timeline: Timeline) -> dict[str, Any]:
         "finish": timeline.finish,
         "finish_reason": timeline.finish_reason,
         "num_preemptions": timeline.num_preemptions,
+        "num_cached": timeline.num_cached,
+        "num_recached": timeline.num_recached,
+        "num_swapped": timeline.num_swapped,
         "queueing_delay": _since(timeline.arrival, timeline.scheduled),
         "ttft": _since(timeline.arrival, first),
         "tpot": between.mean() if between.size else None,
@@ -143,12 +157,19 @@ def _step_row(step: StepReport) -> dict[str, Any]:
         "arrived": len(step.arrived),
         "admitted": len(step.admitted),
         "preempted": len(step.preempted),
+        "cached": step.cached,
+        "swapped_out": step.swapped_out,
+        "swapped_in": step.swapped_in,
+        "forked": len(step.forked),
+        "copied_rows": step.copied_rows,
         "finished": len(step.finished),
         "num_waiting": step.num_waiting,
         "kv_filled": step.kv.filled,
         "kv_reserved": step.kv.reserved,
         "kv_fragmentation": step.kv.fragmentation,
+        "kv_cached": step.kv.cached,
         "kv_free": step.kv.free,
+        "kv_host": step.kv.host,
         "kv_capacity": step.kv.capacity,
     }
 
@@ -178,6 +199,10 @@ def summary(trace: Trace) -> dict[str, float]:
     ``completed``, ``aborted``, ``rejected``, ``unfinished``  requests, by how they ended
     ``prompt_tokens``, ``generated_tokens``  of all requests that were not refused, aborted ones included
     ``preemptions``         how often a request lost its place
+    ``cached_tokens``       prompt tokens that were found in a prefix cache, or shared with another answer, and so were
+                            never computed; ``recached_tokens``: found after a preemption, perhaps one's own
+    ``swapped_tokens``      tokens whose K/V was copied to host memory (times the header's ``kv_bytes_per_token`` is
+                            the traffic, in each direction)
     ``makespan``            seconds from the first arrival to the last finish
     ``throughput``          generated tokens a second of makespan
     ``request_throughput``  completed requests a second of makespan
@@ -206,6 +231,9 @@ def _summary(timelines: Sequence[Timeline], duration: float) -> dict[str, float]
         "prompt_tokens": sum(t.num_prompt for t in served),
         "generated_tokens": generated,
         "preemptions": sum(t.num_preemptions for t in timelines),
+        "cached_tokens": sum(t.num_cached for t in timelines),
+        "recached_tokens": sum(t.num_recached for t in timelines),
+        "swapped_tokens": sum(t.num_swapped for t in timelines),
         "makespan": duration,
         "throughput": ratio(generated, duration),
         "request_throughput": ratio(len(completed), duration),

@@ -10,7 +10,8 @@ from minibatch.sampling import Sample, SamplingError, prompt_logprobs, sample
 
 
 def next_tokens(plan: Plan, logits: Any) -> dict[RequestState, Sample | SamplingError]:
-    """The next token of each request whose chunk reached its newest one, in plan order.
+    """The next token of each request whose chunk reached its newest one, in plan order; after a prompt with several
+    answers (``n > 1``) one for each of them, from the same logits.
 
     ``logits`` ``[rows, vocab_size]`` as ``Model.forward`` returns them. A request whose distribution is broken gets its
     SamplingError; the draws of the others do not depend on it.
@@ -22,12 +23,13 @@ def next_tokens(plan: Plan, logits: Any) -> dict[RequestState, Sample | Sampling
             _score_prompt(chunk, logits[row : row + num_logits])
         row += num_logits
         if chunk.samples:
-            rows.append((row - 1, chunk.request))
+            rows += [(row - 1, answer) for answer in (chunk.request, *chunk.request.siblings)]
     failed: dict[RequestState, SamplingError] = {}
     while True:
         requests = [request for _, request in rows]
         try:
-            drawn = sample(logits if len(rows) == row else logits[[index for index, _ in rows]], requests)
+            indices = [index for index, _ in rows]
+            drawn = sample(logits if indices == list(range(row)) else logits[indices], requests)
             return failed | dict(zip(requests, drawn, strict=True))
         except SamplingError as error:
             concerned = {request: error for request in requests if request.request_id == error.request_id}

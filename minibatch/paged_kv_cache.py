@@ -4,32 +4,59 @@ A request's tokens live in any blocks of the pool; its *block table* lists them 
 a process. A block is taken when a token needs it, so a request never holds more than ``block_size - 1`` rows that it
 does not fill, and any free block serves any request. The price: requests grow while they run, so the pool can run out
 under them. Then somebody has to be preempted; who, is the scheduler's decision, not this module's.
+
+Because tables only point, several requests can point to the same block: the answers of one prompt (``n > 1``) share its
+blocks, and whoever has to write into a shared block first takes a copy of it (*copy-on-write*, section 4.4).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
-from minibatch.kv_cache import KVCache
+import numpy as np
+
+from minibatch.kv_cache import KVCache, KVDraft, RowCopy
 from minibatch.request import RequestState
 
 
 class BlockPool:
-    """The free list: blocks go out from the left and come back on the right, so the one idle longest is taken next."""
+    """Blocks, and how many tables point to each. One that nobody points to is free.
+
+    Blocks go out from the left of the free list and come back on the right, so the one idle longest is taken next.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self.num_shares = 0  # references beyond the first of a block
         self._free: deque[int] = deque(range(num_blocks))
 
     def __len__(self) -> int:
-        """Free blocks."""
+        """Blocks that can be taken."""
         return len(self._free)
 
     def take(self) -> int:
-        return self._free.popleft()
+        """A block of one's own."""
+        block = self._free.popleft()
+        self.references[block] = 1
+        return block
 
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
+    def share(self, block: int) -> None:
+        """One more table points to the block."""
+        self.num_shares += self.references[block] > 0
+        self.references[block] += 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One table less points to each of these; those to which none does are free, in this order."""
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block]:
+                self.num_shares -= 1
+            else:
+                self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        self._free.append(block)
 
 
 class PagedKVCache(KVCache):
@@ -37,6 +64,7 @@ class PagedKVCache(KVCache):
 
     unit_name = "block"
     grows = True
+    shares = True
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         super().__init__(num_blocks, block_size)
@@ -55,18 +83,165 @@ class PagedKVCache(KVCache):
     def units_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.unit_size)
 
+    def need(self, request: RequestState, num_tokens: int) -> int:
+        """With ``n > 1`` and more than the prompt reserved: for every answer, all but the prompt's full blocks."""
+        blocks = self.units_for(num_tokens)
+        if request.siblings and num_tokens > request.num_prompt:
+            blocks += len(request.siblings) * (blocks - request.num_prompt // self.unit_size)
+        return blocks
+
     def units(self, request: RequestState) -> tuple[int, ...]:
         return tuple(self._tables.get(request, ()))
 
-    def reserve(self, request: RequestState, num_tokens: int) -> None:
+    def num_held(self, request: RequestState) -> int:
+        return len(self._tables.get(request, ()))
+
+    def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
         table = self._tables.setdefault(request, [])
-        while len(table) * self.unit_size < num_tokens:
+        copy = self._copy_on_write(request, table)
+        for _ in range(self.need(request, num_tokens) - len(table)):
             table.append(self.pool.take())
         self._reserved[request] = max(self._reserved.get(request, 0), num_tokens)
+        return copy
 
     def release(self, request: RequestState) -> None:
-        self.pool.give_back(self._tables.pop(request, []))
+        self.pool.drop(reversed(self._tables.pop(request, [])))
         self._reserved.pop(request, None)
 
     def reserved_for(self, request: RequestState) -> int:
-        return self._reserved.get(request, 0)
+        """Blocks that are kept for the other answers of the request count as reserved for it."""
+        meant = self._reserved.get(request, 0)
+        return meant + (self.num_held(request) - self.units_for(meant)) * self.unit_size
+
+    def shared_block(self, request: RequestState) -> int | None:
+        """Index in its table of the block that the request writes next, if it holds that and does not own it alone."""
+        index = request.num_computed // self.unit_size
+        table = self._tables.get(request, ())
+        return index if index < len(table) and self.pool.references[table[index]] > 1 else None
+
+    def fork(self, parent: RequestState, child: RequestState) -> RowCopy | None:
+        """The child's table points to the parent's blocks. Blocks that the parent has reserved for the child are its
+        own from now on; then the last, partly filled block of the prompt is copied at once, for there is room."""
+        table = self._tables[parent]
+        own, full = self.units_for(self._reserved[parent]), parent.num_computed // self.unit_size
+        each = own - full if len(table) > own else 0
+        cut = len(table) - each
+        mine = table[cut:]
+        del table[cut:]
+        shared = table[:full] if mine else list(table)
+        for block in shared:
+            self.pool.share(block)
+        self._tables[child], self._reserved[child] = shared + mine, self._reserved[parent]
+        rest = parent.num_computed % self.unit_size
+        return self._rows_of(table[full], mine[0], rest) if mine and rest else None
+
+    def draft(self) -> PagedDraft:
+        return PagedDraft(self)
+
+    def _copy_on_write(self, request: RequestState, table: list[int]) -> RowCopy | None:
+        index = self.shared_block(request)
+        if index is None:
+            return None
+        shared, table[index] = table[index], self.pool.take()
+        self.pool.drop([shared])
+        return self._rows_of(shared, table[index], request.num_computed % self.unit_size)
+
+    def _rows_of(self, source: int, target: int, num_rows: int) -> RowCopy:
+        """The first rows of one block to another."""
+        rows = np.arange(num_rows)
+        return RowCopy(source * self.unit_size + rows, target * self.unit_size + rows)
+
+    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int]:
+        filled = wasted = 0
+        seen: set[int] = set()
+        for request in active if self.pool.num_shares else ():
+            for index, block in enumerate(self._tables.get(request, ())):
+                if block in seen:
+                    rows = min(request.num_computed - index * self.unit_size, self.unit_size)
+                    filled, wasted = filled + rows, wasted + self.unit_size - rows
+                elif self.pool.references[block] > 1:
+                    seen.add(block)
+        return filled, wasted
+
+
+class PagedDraft(KVDraft):
+    """The same for blocks that may be shared: a victim's are free only if nobody else points to them, a prefix that is
+    found is promised, and the copy of a shared block counts."""
+
+    kv: PagedKVCache
+
+    def __init__(self, kv: PagedKVCache) -> None:
+        super().__init__(kv)
+        self._references: dict[int, int] = {}  # differences from the pool's
+        self._taken: dict[RequestState, int] = {}  # blocks promised out of the free ones
+        self._found: dict[RequestState, tuple[int, ...]] = {}  # prefixes of requests that hold nothing
+        self._adopted: dict[RequestState, tuple[int, ...]] = {}
+        self._copied: dict[RequestState, int] = {}  # index of the block that would be copied
+        self._gone: set[RequestState] = set()  # have given back what they hold in the cache
+
+    def copy(self) -> PagedDraft:
+        twin = super().copy()
+        for name in ("_references", "_taken", "_found", "_adopted", "_copied", "_gone"):
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def cached_tokens(self, request: RequestState) -> int:
+        return len(self._prefix(request)) * self.kv.unit_size
+
+    def need(self, request: RequestState, num_tokens: int) -> int:
+        prefix = self._prefix(request)
+        new = max(self.kv.need(request, num_tokens) - self.held(request) - len(prefix), 0)
+        idle = sum(self._referenced(block) == 0 for block in prefix)  # found, and nobody's: no longer free
+        return new + idle + (self._shared(request) is not None)
+
+    def reserve(self, request: RequestState, num_tokens: int) -> bool:
+        held, blocks = self.held(request), self.kv.need(request, num_tokens)
+        if 0 < blocks <= held and self._shared(request) is None:
+            return True  # the usual decode
+        need = self.need(request, num_tokens)
+        if need > self.free:
+            return False
+        self.free -= need
+        if (index := self._shared(request)) is not None:
+            self._copied[request] = index
+            self._refer(self.kv.units(request)[index], -1)
+        for block in self._adopted.setdefault(request, self._prefix(request)):
+            need -= self._referenced(block) == 0
+            self._refer(block, +1)
+        self._taken[request] = self._taken.get(request, 0) + need
+        self._held[request] = max(blocks, held)
+        return True
+
+    def release(self, request: RequestState) -> None:
+        self.free += self._taken.pop(request, 0)
+        blocks = list(self._adopted.pop(request, ()))
+        copied = self._copied.pop(request, None)
+        if request not in self._gone:
+            table = self.kv.units(request)
+            blocks += [block for index, block in enumerate(table) if index != copied]
+            self._gone.add(request)
+        for block in blocks:
+            self._refer(block, -1)
+            self.free += self._referenced(block) == 0
+        self._held[request] = 0
+
+    def _prefix(self, request: RequestState) -> tuple[int, ...]:
+        """What a prefix cache has of a request that holds nothing and brings nothing from the host."""
+        if request.num_computed or self.held(request):
+            return ()
+        if request not in self._found:
+            self._found[request] = self.kv.match(request)
+        return self._found[request]
+
+    def _shared(self, request: RequestState) -> int | None:
+        """Index of the block that the request would write and does not own alone."""
+        if not self.kv.pool.num_shares or request in self._gone or request in self._copied:
+            return None
+        index = self.kv.shared_block(request)
+        return index if index is not None and self._referenced(self.kv.units(request)[index]) > 1 else None
+
+    def _referenced(self, block: int) -> int:
+        return self.kv.pool.references[block] + self._references.get(block, 0)
+
+    def _refer(self, block: int, change: int) -> None:
+        self._references[block] = self._references.get(block, 0) + change

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from minibatch.kv_cache import KVCache
 from minibatch.request import RequestState
+
+if TYPE_CHECKING:
+    from minibatch.policies.queueing import Order
 
 
 class Chunk(NamedTuple):
@@ -47,6 +50,11 @@ class Chunk(NamedTuple):
         return self.stop - self.start if self.scores_prompt else int(self.samples)
 
     @property
+    def forks(self) -> bool:
+        """Whether it completes a prompt that has several answers (``n > 1``)."""
+        return bool(self.request.siblings) and self.samples
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted that no earlier chunk has given."""
         request = self.request
@@ -67,14 +75,29 @@ class Padding(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A waiting request becomes active, and the cache sets rows aside for its first ``reserve`` tokens."""
+    """A waiting request becomes active, and the cache sets rows aside for its first ``reserve`` tokens.
+
+    ``cached`` of these need not be computed: a prefix cache has their K/V.
+    """
 
     request: RequestState
     reserve: int
+    cached: int = 0
+
+
+class Preemption(NamedTuple):
+    """An active request gives up its rows and waits again, because ``by`` needs them.
+
+    Its K/V is dropped, and computed again later; or, with ``swap``, copied to host memory, and back later.
+    """
+
+    request: RequestState
+    by: RequestState
+    swap: bool = False
 
 
 class Waiting(NamedTuple):
-    """A request that was examined and left in the queue, and the reason with its numbers."""
+    """A request that was examined and left without tokens, and the reason with its numbers."""
 
     request: RequestState
     reason: str
@@ -85,13 +108,13 @@ class Plan:
     """What one iteration executes, in the order in which the engine applies it: preempt, admit, compute.
 
     ``wake_at``  with no chunks: nothing to do before this time (a static batch that waits to fill)
-    ``waiting``  the waiting requests that were examined; ``rest`` is the one reason that all others share
+    ``waiting``  the requests that were examined and go without; ``rest`` is the one reason that all others share
     """
 
     chunks: tuple[Chunk, ...] = ()
     padding: tuple[Padding, ...] = ()
     admissions: tuple[Admission, ...] = ()
-    preemptions: tuple[RequestState, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     rest: str = ""
     wake_at: float | None = None
@@ -118,17 +141,22 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
     def status(request: RequestState) -> str:
         return request.status.value if live.get(request.request_id) is request else "not a live request of this engine"
 
-    draft, gone, joined = kv.draft(), set(plan.preemptions), {a.request for a in plan.admissions}
+    for change in plan.preemptions:
+        if not isinstance(change, Preemption):
+            fail(f"{change!r} among its preemptions, which is not a Preemption")
+    draft, gone, joined = kv.draft(), {p.request for p in plan.preemptions}, {a.request: a for a in plan.admissions}
     if len(gone) < len(plan.preemptions) or len(joined) < len(plan.admissions):
-        twice = [*plan.preemptions, *(admission.request for admission in plan.admissions)]
-        fail(f"one request twice among {', '.join(request.label for request in twice)}")
-    for request in plan.preemptions:
+        twice = [change.request.label for change in (*plan.preemptions, *plan.admissions)]
+        fail(f"one request twice among {', '.join(twice)}")
+    for request, _, _ in plan.preemptions:
         if status(request) != "active":
             fail(f"to preempt {request.label}, which is {status(request)}")
         draft.release(request)
-    for request, reserve in plan.admissions:
+    for request, reserve, cached in plan.admissions:
         if status(request) != "waiting":
             fail(f"to admit {request.label}, which is {status(request)}")
+        if cached != draft.cached_tokens(request):
+            fail(f"to admit {request.label} with {cached} cached tokens, but {draft.cached_tokens(request)} are cached")
         if not draft.reserve(request, reserve):
             fail(f"to admit {request.label}, but it {draft.shortage(request, reserve)}")
     seen: set[RequestState] = set()
@@ -138,8 +166,9 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
         seen.add(request)
         if request in gone or not (request in joined or status(request) == "active"):
             fail(f"a chunk of {request.label}, which is not active in this iteration")
-        if not request.num_computed == start < stop <= request.num_tokens:
-            have = f"{request.num_computed} of its {request.num_tokens} tokens are computed"
+        computed = request.num_computed + (joined[request].cached if request in joined else 0)
+        if not computed == start < stop <= request.num_tokens:
+            have = f"{computed} of its {request.num_tokens} tokens are computed"
             fail(f"tokens {start}:{stop} of {request.label}, but {have}")
         if not draft.reserve(request, stop):
             fail(f"tokens {start}:{stop} of {request.label}, but it {draft.shortage(request, stop)}")
@@ -161,8 +190,8 @@ class Scheduler(Protocol):
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Raises a RequestRefused if this scheduler could never run the request to its end."""
 
-    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        """The next iteration. ``queue`` in arrival order, ``active`` in admission order. Changes nothing."""
+    def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        """The next iteration. ``queue`` knows who is next, ``active`` is in admission order. Changes nothing."""
 
     def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
         """The members that give up their place and their memory at this iteration boundary."""

@@ -51,6 +51,7 @@ MEMORY = {
     "filled": Look("filled", "#009E73"),
     "fragmentation": Look("fragmentation", "#D55E00", "xxxx", "#6B2A00"),
     "reserved": Look("reserved, unused", "#F0E442", "////", "#8A8000"),
+    "cached": Look("nobody's, cached prefix", "#B9DDF2"),
     "free": Look("free", "#F4F4F4"),
 }
 RESIDENT = Look("holds memory, does not run", "#56B4E9")

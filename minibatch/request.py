@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,9 @@ class QueueFull(RequestRefused):
     """``max_queue`` requests are waiting already."""
 
 
+MOST_ANSWERS = 16384  # to one request: vLLM's limit
+
+
 class EngineStalled(RuntimeError):
     """Work is pending, nothing can run and nothing is going to change: a policy's bug. Names the head of the queue."""
 
@@ -67,6 +70,7 @@ class SamplingParams:
 
     One default differs: ``temperature`` is 0 (greedy), so that a run is reproducible unless randomness is asked for.
 
+    ``n``                    how many answers; they share the prompt's K/V, and answer ``i`` has the seed ``seed + i``
     ``max_tokens``           most tokens to generate; None: as many as context and cache allow
     ``min_tokens``           end-of-sequence and stop conditions are masked until this many are generated
     ``temperature``          0 takes the most likely token (the lowest id on a tie)
@@ -85,6 +89,7 @@ class SamplingParams:
     ``skip_special_tokens``  leave special tokens out of the text
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 0.0
@@ -110,6 +115,9 @@ class SamplingParams:
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else _collect(self, "stop", tuple))
         set_field(self, "stop_token_ids", _collect(self, "stop_token_ids", tuple))
         set_field(self, "logit_bias", _collect(self, "logit_bias", dict))
+        check_int("n", self.n, 1, InvalidParams)
+        if self.n > MOST_ANSWERS:
+            raise InvalidParams(f"n must be at most {MOST_ANSWERS}, got {self.n}")
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, InvalidParams)
         check_int("min_tokens", self.min_tokens, 0, InvalidParams)
@@ -138,7 +146,7 @@ class SamplingParams:
                 set_field(self, name, (int if name in INTEGERS else float)(getattr(self, name)))
 
 
-INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
+INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
 FLOATS = (
     "temperature",
     "top_p",
@@ -165,7 +173,9 @@ class Request:
     ``prompt``        token ids
     ``arrival_time``  seconds on the engine's clock (open loop); None: when it is submitted. One that has passed joins
                       the end of the queue, and its waiting still counts from then
-    ``priority``, ``client``  who asks; policies and metrics may tell requests apart by them
+    ``priority``, ``client``  who asks; policies and metrics may tell requests apart by them. A lower number is more
+                      urgent
+    ``cache_salt``    a prefix cache is shared only among requests with the same salt (tenants, adapters)
     """
 
     prompt: Sequence[int]
@@ -174,6 +184,7 @@ class Request:
     arrival_time: float | None = None
     priority: int = 0
     client: str = "default"
+    cache_salt: str | None = None
 
 
 class Status(Enum):
@@ -194,9 +205,12 @@ class RequestState:
                          suffix there
     ``max_new_tokens``   G: ``max_tokens``, cut to what context and cache allow
     ``stop_token_ids``   every id that ends this request
-    ``num_computed``     leading tokens whose K/V are cached
+    ``rank``             its number in the order of arrival
+    ``num_computed``     leading tokens whose K/V are cached; of a waiting request, those that were swapped out
+    ``num_cached``       prompt tokens whose K/V a prefix cache had when it was first admitted
     ``high_water``       the most ``num_computed`` has been: positions below it, computed again, are recomputation
     ``last_scheduled``   index of the last iteration that computed some of its tokens, -1 if none
+    ``siblings``         with ``n > 1``, until its prompt is computed: the other answers, which will fork off then
     """
 
     request: Request
@@ -209,7 +223,9 @@ class RequestState:
     seed: int
     timeline: Timeline
     generated: list[int] = field(default_factory=list)
+    rank: float = 0.0
     num_computed: int = 0
+    num_cached: int = 0
     high_water: int = 0
     last_scheduled: int = -1
     status: Status = Status.SUBMITTED
@@ -219,6 +235,8 @@ class RequestState:
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     result: Result | None = None
+    siblings: list[RequestState] = field(default_factory=list)
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
@@ -226,6 +244,14 @@ class RequestState:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def client(self) -> str:
+        return self.request.client
 
     @property
     def num_tokens(self) -> int:
@@ -240,6 +266,11 @@ class RequestState:
     def max_cached_tokens(self) -> int:
         """The most rows of K/V it can ever hold, P + G - 1: the last token it generates is never fed back."""
         return self.num_prompt + self.max_new_tokens - 1
+
+    @property
+    def num_seqs(self) -> int:
+        """Places that it takes among the active requests: one an answer."""
+        return 1 + len(self.siblings)
 
     @property
     def is_finished(self) -> bool:
@@ -270,6 +301,24 @@ class RequestState:
         )
 
 
+@dataclass(eq=False)
+class Group:
+    """A request with ``n > 1``: its answers, each a sequence of its own, and the one Result once all have ended."""
+
+    request_id: str
+    states: list[RequestState]
+    result: Result | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(state.is_finished for state in self.states)
+
+    def to_result(self) -> Result:
+        """Of the first answer, with all of them in ``samples``."""
+        samples = tuple(state.result for state in self.states)
+        return replace(samples[0], request_id=self.request_id, samples=samples)
+
+
 @dataclass(frozen=True)
 class Result:
     """How one request ended; every submitted request gets exactly one.
@@ -280,6 +329,7 @@ class Result:
     ``text``            the text of ``tokens`` (cut at a stop string); empty without a tokenizer
     ``logprobs``        one ``sampling.Sample`` a token, if asked for
     ``timeline``        when it arrived, was first scheduled, emitted each token, was preempted, ended
+    ``samples``         with ``n > 1``: the Result of each answer; the other fields are then those of the first
     """
 
     request_id: str
@@ -291,3 +341,4 @@ class Result:
     logprobs: tuple[Any, ...] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
     timeline: Timeline | None = None
+    samples: tuple[Result, ...] = ()

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minibatch.checks import check_float, check_int
 from minibatch.kv_cache import KVCache
-from minibatch.plan import Admission, Chunk, Padding, Plan, Waiting
-from minibatch.request import RequestState
+from minibatch.plan import Chunk, Padding, Plan, Waiting
+from minibatch.plan_draft import PlanDraft
+from minibatch.policies.admission import ReserveMaximum
+from minibatch.policies.preemption import Never
+from minibatch.policies.queueing import Order
+from minibatch.request import InvalidParams, RequestState
 
 
 @dataclass(frozen=True)
@@ -39,48 +43,33 @@ class StaticBatching:
         return kv.max_request_tokens
 
     def check(self, request: RequestState, kv: KVCache) -> None:
-        """Any request that the cache can hold can run."""
+        """Any request that the cache can hold can run, but a row of the batch cannot become several."""
+        if request.siblings:
+            raise InvalidParams(f"n = {request.num_seqs}: the rows of a static batch are fixed when it is formed")
 
-    def plan(self, queue: Sequence[RequestState], active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+    def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
         return self._decode(queue, active) if active else self._form(queue, kv, now)
 
     def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
         """Everybody together, when the last one has finished."""
         return list(active) if all(request.is_finished for request in active) else []
 
-    def _decode(self, queue: Sequence[RequestState], active: Sequence[RequestState]) -> Plan:
+    def _decode(self, queue: Order, active: Sequence[RequestState]) -> Plan:
         chunks = tuple(Chunk(r, r.num_computed, r.num_tokens) for r in active if not r.is_finished)
         dead = tuple(Padding(r, 1, dead=True) for r in active if r.is_finished)
         return Plan(chunks, dead, rest=f"the batch of {len(active)} still runs: {len(chunks)} alive" if queue else "")
 
-    def _form(self, queue: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        batch, waiting, free = self._candidates(queue, kv)
-        full = len(batch) == self.batch_size or bool(waiting) or not free  # of requests, or the cache is
-        ready_at = queue[0].arrival_time + self.max_wait
+    def _form(self, queue: Order, kv: KVCache, now: float) -> Plan:
+        """The first requests whose *maximum* fits together: a batch cannot be stopped, so nobody can be preempted."""
+        draft = PlanDraft([], kv, math.inf, self.batch_size, ReserveMaximum(), Never())
+        draft.admit(queue, now)
+        plan = draft.plan()
+        full = len(plan.chunks) == self.batch_size or plan.waiting or not draft.memory.free
+        oldest = min((chunk.request for chunk in plan.chunks), key=lambda request: request.arrival_time)
+        ready_at = oldest.arrival_time + self.max_wait
         if not full and now < ready_at:
-            reason = f"batch: {len(batch)} of {self.batch_size}, waits for more until t = {ready_at:g} s"
-            return Plan(waiting=(Waiting(queue[0], reason),), rest=f"behind {queue[0].label}", wake_at=ready_at)
-        longest = max(request.num_tokens for request in batch)
-        return Plan(
-            chunks=tuple(Chunk(r, 0, r.num_tokens) for r in batch),
-            padding=tuple(Padding(r, longest - r.num_tokens, dead=False) for r in batch if r.num_tokens < longest),
-            admissions=tuple(Admission(r, r.max_cached_tokens) for r in batch),
-            waiting=waiting,
-            rest=f"batch: {self.batch_size} of {self.batch_size} taken" if len(queue) > len(batch) else "",
-        )
-
-    def _candidates(
-        self, queue: Sequence[RequestState], kv: KVCache
-    ) -> tuple[list[RequestState], tuple[Waiting, ...], int]:
-        """The first requests whose *maximum* fits together (a batch cannot be stopped, so nobody can be preempted), the
-        one that does not, and how many units are left."""
-        batch: list[RequestState] = []
-        draft = kv.draft()
-        for request in queue:
-            if len(batch) == self.batch_size:
-                break
-            if not draft.reserve(request, request.max_cached_tokens):
-                reason = f"{kv.unit_name}s: {draft.shortage(request, request.max_cached_tokens)}"
-                return batch, (Waiting(request, reason),), draft.free
-            batch.append(request)
-        return batch, (), draft.free
+            reason = f"batch: {len(plan.chunks)} of {self.batch_size}, waits for more until t = {ready_at:g} s"
+            return Plan(waiting=(Waiting(oldest, reason),), rest=f"behind {oldest.label}", wake_at=ready_at)
+        longest = max(chunk.stop - chunk.start for chunk in plan.chunks)
+        pads = ((chunk.request, longest - (chunk.stop - chunk.start)) for chunk in plan.chunks)
+        return replace(plan, padding=tuple(Padding(request, pad, dead=False) for request, pad in pads if pad))

@@ -23,7 +23,7 @@ from minibatch.kv_cache import Holding, KVSnapshot
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,44 @@ class PadRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request became active. ``cached``: tokens whose K/V a prefix cache had; ``swapped_in``: tokens whose K/V came
+    back from host memory; ``resumed``: it had been active before, so that what is cached may be its own."""
+
+    request_id: str
+    cached: int
+    swapped_in: int
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request gave way to ``by``, and with it the K/V of ``num_tokens`` tokens: lost, or ``swapped`` to the host."""
+
+    request_id: str
+    by: str
+    num_tokens: int
+    swapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """One more answer to a prompt (``n > 1``): it shares the K/V of ``parent`` and was given its own first token."""
+
+    request_id: str
+    parent: str
+    emitted: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One iteration. Everything is in plan order, but for what includes all since the last report: ``arrived``,
     ``finished`` (aborts and full queues too; what ends after the last iteration is in the timelines only), and, if a
-    forward failed in between, ``admitted`` and ``preempted``.
+    forward failed in between, ``admitted``, ``preempted`` and ``copied_rows``.
 
-    ``waiting``      (request id, reason) of the waiting requests that the plan *examined*, its victims among them
+    ``forked``       answers that left their sibling after this iteration
+    ``copied_rows``  rows of shared blocks that were copied because somebody had to write there (copy-on-write)
+    ``waiting``      (request id, reason) of those whom the plan *examined* and left without tokens, victims among them
     ``num_waiting``  how many waited in all; those not examined share the reason ``rest``
     ``token_budget`` most tokens that this iteration was allowed, None if the scheduler sets no limit
     ``kv``           after the forward, before anyone leaves
@@ -76,14 +108,16 @@ class StepReport:
     members: tuple[Member, ...]
     padding: tuple[PadRow, ...]
     arrived: tuple[str, ...]
-    admitted: tuple[str, ...]
-    preempted: tuple[str, ...]
+    admitted: tuple[Admitted, ...]
+    preempted: tuple[Preempted, ...]
     finished: tuple[tuple[str, str], ...]
     waiting: tuple[tuple[str, str], ...]
     num_waiting: int
     rest: str
     token_budget: int | None
     kv: KVSnapshot
+    forked: tuple[Forked, ...] = ()
+    copied_rows: int = 0
 
     @property
     def prefill(self) -> int:
@@ -102,6 +136,21 @@ class StepReport:
         return sum(p.num_tokens for p in self.padding)
 
     @property
+    def cached(self) -> int:
+        """Tokens that admitted requests did not have to compute, because a prefix cache had their K/V."""
+        return sum(a.cached for a in self.admitted)
+
+    @property
+    def swapped_out(self) -> int:
+        """Tokens whose K/V went to host memory."""
+        return sum(p.num_tokens for p in self.preempted if p.swapped)
+
+    @property
+    def swapped_in(self) -> int:
+        """Tokens whose K/V came back."""
+        return sum(a.swapped_in for a in self.admitted)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens executed: prefill + decode + recomputed + padding."""
         return sum(m.stop - m.start for m in self.members) + self.padded
@@ -111,6 +160,12 @@ class StepReport:
 class Timeline:
     """One request from arrival to end. Filled in by the engine, complete when ``finish_reason`` is set.
 
+    With ``n > 1`` every answer has one, and ``group`` is the request's id.
+
+    ``num_cached``   prompt tokens that it never had to compute: a prefix cache had them when it was first admitted, or
+                     the first answer to the same prompt computed them
+    ``num_recached`` tokens found in the prefix cache after a preemption; they may be its own
+    ``num_swapped``  tokens whose K/V was copied to host memory, and as many came back unless it ended there
     ``scheduled``    start of the first iteration that computed any of its tokens; None if there was none
     ``token_times``  end of the iteration that emitted each token
     ``runs``         [start, end] of each stay among the active requests, more than one after a preemption; a stay
@@ -127,6 +182,10 @@ class Timeline:
     token_times: list[float] = field(default_factory=list)
     runs: list[list[float]] = field(default_factory=list)
     num_preemptions: int = 0
+    num_cached: int = 0
+    num_recached: int = 0
+    num_swapped: int = 0
+    group: str | None = None
     finish: float | None = None
     finish_reason: str | None = None
 
@@ -214,8 +273,9 @@ def _step(value: dict[str, Any]) -> StepReport:
     holdings = tuple(Holding(**{**h, "units": tuple(h["units"])}) for h in kv.pop("holdings"))
     members = tuple(Member(**m) for m in value.pop("members"))
     padding = tuple(PadRow(**p) for p in value.pop("padding"))
-    for name in ("arrived", "admitted", "preempted"):
-        value[name] = tuple(value[name])
+    value["arrived"] = tuple(value["arrived"])
+    for name, kind in (("admitted", Admitted), ("preempted", Preempted), ("forked", Forked)):
+        value[name] = tuple(kind(**entry) for entry in value[name])
     for name in ("finished", "waiting"):
         value[name] = tuple(tuple(pair) for pair in value[name])
     return StepReport(members=members, padding=padding, kv=KVSnapshot(**kv, holdings=holdings), **value)

@@ -11,6 +11,7 @@ step k arrives at k - 1.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,6 +30,7 @@ from minibatch import (
     StaticBatching,
     ToyModel,
 )
+from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.request import RequestState, Result
 from minibatch.streaming import Delta
 from minibatch.trace import StepReport, Timeline
@@ -217,12 +219,26 @@ def read(deltas: Iterator[Delta], most: int = 200) -> list[Delta]:
 
 def poison_unused_rows(engine: Engine) -> None:
     """Takes the content out of every row that holds nobody's token: the toy fails if it reads one."""
+    for row in unused_rows(engine):
+        engine.store[row] = None
+
+
+def unused_rows(engine: Engine) -> list[int]:
+    """Rows whose content nobody may ever read again: neither a live token's nor of a block that can still be found."""
     in_use: set[int] = set()
     for state in engine.active:
         in_use.update(engine.kv.rows(state, 0, 0 if state.is_finished else state.num_computed).tolist())
-    for row in range(engine.kv.num_rows):
-        if row not in in_use:
-            engine.store[row] = None
+    if isinstance(engine.kv, PrefixCachedKVCache):
+        size = engine.kv.unit_size
+        in_use.update(
+            row for known in engine.kv.pool.known() for row in range(known.block * size, (known.block + 1) * size)
+        )
+    return sorted(set(range(engine.kv.num_rows)) - in_use)
+
+
+def names(changes: Sequence[Any]) -> tuple[str, ...]:
+    """Of what a report says about admissions, preemptions or forks: who."""
+    return tuple(change.request_id for change in changes)
 
 
 def token_steps(engine: Engine, label: str) -> list[int]:
@@ -259,7 +275,9 @@ class _Ledger:
     high_water: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
-    rank: dict[str, int] = field(default_factory=dict)  # in order of arrival
+    rank: dict[str, float] = field(default_factory=dict)  # in order of arrival
+    host: dict[str, int] = field(default_factory=dict)  # tokens that are swapped out
+    ran: set[str] = field(default_factory=set)  # have been active
     results: dict[str, Result] = field(default_factory=dict)
 
 
@@ -299,6 +317,8 @@ def check_drained(engine: Engine) -> None:
     check_invariants(engine)
     assert not engine.queue and not engine.active
     assert engine.kv.num_free == engine.kv.num_units, "units have leaked"
+    assert not engine.kv.host, "host memory has leaked"
+    assert not getattr(engine.store, "_host", None), "the store keeps somebody's K/V on the host"
     for known in engine.trace.timelines:
         assert known.finish_reason in ("stop", "length", "abort", "rejected"), f"{known.request_id} never ended"
 
@@ -318,9 +338,25 @@ def _check_step(engine: Engine, step: StepReport, ledger: _Ledger) -> None:
         assert label not in ledger.finished, where + f"{label} ended twice"
         ledger.finished[label] = reason
 
-    for label in step.preempted:
-        assert ledger.computed.get(label), where + f"{label} was preempted but held nothing"
-        ledger.computed[label] = 0
+    for label, by in ((p.request_id, p.by) for p in step.preempted):
+        assert label in ledger.ran and label not in ledger.host, where + f"{label} was preempted but was not active"
+        assert by in ledger.rank, where + f"{label} was preempted by {by}, which never came"
+    for change in step.preempted:
+        assert change.num_tokens == ledger.computed[change.request_id] > 0, where + f"{change.request_id} lost"
+        if change.swapped:
+            ledger.host[change.request_id] = change.num_tokens
+        else:
+            ledger.computed[change.request_id] = 0
+    for change in step.admitted:
+        label = change.request_id
+        assert change.resumed == (label in ledger.ran), where + f"{label}: resumed"
+        ledger.ran.add(label)
+        if change.swapped_in:
+            assert not change.cached and ledger.host.pop(label) == change.swapped_in, where + f"{label}: swapped in"
+        else:
+            assert not ledger.computed.get(label), where + f"{label} was admitted and had tokens computed"
+            assert change.cached % engine.kv.unit_size == 0, where + f"{label}: part of a block is cached"
+            ledger.computed[label] = change.cached
     labels = [m.request_id for m in step.members]
     assert labels, where + "no progress: nothing was computed"
     assert len(set(labels)) == len(labels), where + "a request has two chunks"
@@ -328,7 +364,8 @@ def _check_step(engine: Engine, step: StepReport, ledger: _Ledger) -> None:
         label = member.request_id
         assert label not in ended_before, where + f"{label} was computed after its end"
         assert label in ledger.rank, where + f"{label} was computed before its arrival"
-        assert label not in step.preempted, where + f"{label} was preempted and computed"
+        assert label not in names(step.preempted), where + f"{label} was preempted and computed"
+        assert label in ledger.ran, where + f"{label} was computed and never admitted"
         num_prompt, tokens = ledger.timelines[label].num_prompt, ledger.tokens.setdefault(label, [])
         num_tokens, high = num_prompt + len(tokens), ledger.high_water.get(label, 0)
         size = member.stop - member.start
@@ -349,6 +386,19 @@ def _check_step(engine: Engine, step: StepReport, ledger: _Ledger) -> None:
             assert len(tokens) <= ledger.timelines[label].max_new_tokens, where + f"{label} emitted too many tokens"
             assert ledger.timelines[label].token_times[len(tokens) - 1] == step.end, where + f"{label}: token time"
 
+    for fork in step.forked:
+        label, parent = fork.request_id, fork.parent
+        assert parent in labels and ledger.timelines[label].group == ledger.timelines[parent].group is not None
+        assert ledger.computed[parent] == ledger.timelines[parent].num_prompt == ledger.timelines[label].num_cached
+        assert label not in ledger.ran and not ledger.tokens.get(label), where + f"{label} forked twice"
+        ledger.computed[label] = ledger.high_water[label] = ledger.computed[parent]
+        ledger.rank[label] = ledger.rank[parent] + (1 + int(label.rsplit("#")[1].split("~")[0])) / 1e6
+        ledger.ran.add(label)
+        assert (fork.emitted is None) == (ledger.finished.get(label) == "abort"), where + f"{label} has no first token"
+        if fork.emitted is not None:
+            ledger.tokens[label] = [fork.emitted]
+            assert ledger.timelines[label].token_times[0] == step.end, where + f"{label}: token time"
+
     for pad in step.padding:
         assert pad.num_tokens >= 1, where + "padding of nothing"
         expected = pad.request_id in ended_before or ledger.finished.get(pad.request_id) == "abort"
@@ -367,12 +417,23 @@ def _check_step(engine: Engine, step: StepReport, ledger: _Ledger) -> None:
 
 def _check_snapshot(engine: Engine, step: StepReport, ledger: _Ledger, ended_before: set[str], where: str) -> None:
     kv, held = step.kv, [unit for h in step.kv.holdings for unit in h.units]
+    size, distinct = engine.kv.unit_size, set(held)
     assert kv.capacity == engine.kv.num_rows
-    assert kv.filled + kv.reserved + kv.fragmentation + kv.free == kv.capacity, where + "rows do not add up"
-    for name in ("filled", "reserved", "fragmentation"):
-        assert getattr(kv, name) == sum(getattr(h, name) for h in kv.holdings), where + name
-    assert len(set(held)) == len(held), where + "a unit has two owners"
-    assert kv.free + len(held) * engine.kv.unit_size == kv.capacity, where + "units do not add up"
+    parts = (kv.filled, kv.reserved, kv.fragmentation, kv.cached, kv.free)
+    assert min(parts) >= 0 and sum(parts) == kv.capacity, where + f"rows do not add up: {parts}"
+    assert kv.cached + kv.free + len(distinct) * size == kv.capacity, where + "units do not add up"
+    assert kv.cached == 0 or isinstance(engine.kv, PrefixCachedKVCache)
+    filled: dict[int, int] = {}
+    for h in kv.holdings:
+        for index, unit in enumerate(h.units):
+            filled[unit] = max(filled.get(unit, 0), min(max(h.filled - index * size, 0), size))
+    assert kv.filled == sum(filled.values()), where + "filled rows are not those of the holders, each counted once"
+    if len(distinct) == len(held):
+        for name in ("reserved", "fragmentation"):
+            assert getattr(kv, name) == sum(getattr(h, name) for h in kv.holdings), where + name
+    else:
+        assert engine.kv.shares, where + "a unit has two owners"
+    assert kv.host == sum(ledger.host.values()), where + "host rows"
     holders = [h.request_id for h in kv.holdings]
     assert {m.request_id for m in step.members} <= set(holders), where + "a member holds no memory"
     most = getattr(engine.scheduler, "max_num_seqs", getattr(engine.scheduler, "batch_size", None))
@@ -387,16 +448,16 @@ def _check_snapshot(engine: Engine, step: StepReport, ledger: _Ledger, ended_bef
 
 
 def _check_memory(engine: Engine) -> None:
-    """Every unit is free or held by one active request, and every cached row holds the token it should."""
-    kv, unit_owner = engine.kv, {}
+    """Every unit is free or held, reference counts are right, and every row holds the token that it should."""
+    kv, holders = engine.kv, Counter()
     for state in engine.active:
         units = kv.units(state)
-        for unit in units:
-            assert 0 <= unit < kv.num_units, f"{state.label} holds unit {unit} of {kv.num_units}"
-            assert unit not in unit_owner, f"unit {unit} belongs to {state.label} and {unit_owner[unit]}"
-            unit_owner[unit] = state.label
+        holders.update(units)
+        assert all(0 <= unit < kv.num_units for unit in units), f"{state.label} holds {units} of {kv.num_units}"
+        assert len(set(units)) == len(units) == kv.num_held(state), f"{state.label} holds a unit twice"
         assert len(units) * kv.unit_size >= state.num_computed, f"{state.label} has more tokens than rows"
-        assert len(units) <= kv.units_for(state.max_cached_tokens), f"{state.label} holds more than it can ever need"
+        most = kv.need(state, state.max_cached_tokens)
+        assert len(units) <= most, f"{state.label} holds more than it can ever need"
         rows = kv.rows(state, 0, state.num_computed).tolist()
         assert len(set(rows)) == len(rows), f"two tokens of {state.label} share a row"
         assert {row // kv.unit_size for row in rows} <= set(units), f"{state.label} uses rows of others"
@@ -406,7 +467,21 @@ def _check_memory(engine: Engine) -> None:
             assert stored == expected, f"the cached tokens of {state.label} are not its own"
     for state in engine.queue:
         assert not kv.units(state), f"{state.label} waits and holds memory"
-    assert kv.num_free + len(unit_owner) == kv.num_units, "free and held units do not add up to the pool"
+        assert state.num_computed == kv.host.get(state, 0), f"{state.label} waits and has tokens computed"
+    assert set(kv.host) <= set(engine.queue), "somebody's K/V was forgotten on the host"
+    assert kv.num_free + len(holders) == kv.num_units, "free and held units do not add up to the pool"
+    assert kv.shares or max(holders.values(), default=1) == 1, "a unit has two owners"
+    if isinstance(kv, PagedKVCache):
+        assert kv.pool.references == [holders[block] for block in range(kv.num_units)], "reference counts"
+        assert kv.pool.num_shares == sum(count - 1 for count in holders.values()), "shares"
+    if isinstance(kv, PrefixCachedKVCache) and isinstance(engine.model, ToyModel):
+        for known in kv.pool.known():
+            depth, parent = 0, known.parent
+            while parent is not None:
+                depth, parent = depth + 1, parent.parent
+            stored = [engine.store[row] for row in range(known.block * kv.unit_size, (known.block + 1) * kv.unit_size)]
+            expected = list(enumerate(known.tokens, start=depth * kv.unit_size))
+            assert stored == expected, f"block {known.block} can be found and does not hold its tokens"
 
 
 def _check_states(engine: Engine, ledger: _Ledger) -> None:
@@ -420,14 +495,13 @@ def _check_states(engine: Engine, ledger: _Ledger) -> None:
             assert state.num_computed == ledger.computed.get(label, 0), f"{label}: num_computed"
             assert state.high_water == ledger.high_water.get(label, 0), f"{label}: high_water"
             assert len(state.generated) < state.max_new_tokens, f"{label} should have ended"
-    assert all(state.num_computed == 0 for state in engine.queue)
 
 
 def _check_places(engine: Engine, ledger: _Ledger, report: StepReport | None) -> None:
     """Each submitted request is in exactly one place: arriving, waiting, active, or ended."""
     waiting = [state.label for state in engine.queue]
     active = [state.label for state in engine.active]
-    places = waiting + active
+    places = waiting + active + [s.label for state in [*engine.queue, *engine.active] for s in state.siblings]
     assert len(set(places)) == len(places), "a request is in two places"
     states: list[RequestState] = [*engine.queue, *engine.active]
     for state in states:
@@ -456,6 +530,11 @@ def _check_results(engine: Engine, ledger: _Ledger) -> None:
         ledger.results[request_id] = result
         known = result.timeline
         assert result.request_id == request_id
+        if result.samples:
+            assert [engine.results[sample.request_id] for sample in result.samples] == list(result.samples)
+            assert all(sample.timeline.group == known.group for sample in result.samples)
+            assert result.tokens == result.samples[0].tokens
+            continue
         assert known is ledger.timelines[known.request_id], f"the timeline of {request_id} is not in the trace"
         assert result.finish_reason == known.finish_reason
         assert list(result.tokens) == ledger.tokens.get(known.request_id, []), f"{request_id}: tokens"

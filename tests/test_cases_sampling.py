@@ -14,6 +14,7 @@ from helpers import (
     check_solo,
     drive,
     make_engine,
+    names,
     read,
     run_checked,
     solo,
@@ -276,7 +277,7 @@ def test_sa_11_penalties_min_tokens_and_usage_survive_a_preemption(configuration
     check_solo([older, request], results, model)
     (preempted,) = (s for s in engine.trace.steps if s.preempted)
     emitted_before = sum(t <= preempted.start for t in results[1].timeline.token_times)
-    assert (preempted.preempted, emitted_before) == (("A",), 4)
+    assert (names(preempted.preempted), emitted_before) == (("A",), 4)
     assert results[1].timeline.num_prompt == 4
     assert len(results[1].tokens) == num_tokens and EOS not in results[1].tokens[:6]
     assert results[1].tokens != solo(ask("A", [1, 2, 3, 4], 8), ToyModel(vocab_size=8, eos_token_id=EOS))

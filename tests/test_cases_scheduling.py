@@ -10,6 +10,7 @@ from helpers import (
     check_solo,
     drive,
     make_engine,
+    names,
     num_rejected,
     run_checked,
     timeline,
@@ -166,7 +167,7 @@ def test_a_victim_gives_back_budget_and_blocks_and_comes_back_before_later_arriv
     requests = [ask("old", 4, 9), ask("new", 4, 9), ask("late", 2, 2, at=3.0)]
     check_solo(requests, run_checked(engine, requests))
     (step,) = (s for s in engine.trace.steps if s.preempted)
-    assert (step.index + 1, step.preempted) == (6, ("new",))  # both have 8 rows and need a third block
+    assert (step.index + 1, names(step.preempted)) == (6, ("new",))  # both have 8 rows and need a third block
     assert [m.request_id for m in step.members] == ["old"]
     assert step.waiting == (
         ("new", "preempted: old needs its blocks"),
@@ -188,7 +189,7 @@ def test_the_budget_of_a_victim_that_was_already_planned_goes_to_others_of_the_s
     step = engine.trace.steps[
         3
     ]  # R5 and R6 went without in step 3, so they are asked first; then R1 and R2 need blocks
-    assert step.preempted == ("R6", "R5")
+    assert names(step.preempted) == ("R6", "R5")
     assert [m.request_id for m in step.members] == ["R1", "R2", "R3", "R4"]
 
 

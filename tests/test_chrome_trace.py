@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from helpers import CONFIGURATIONS, ask, make_engine
+from helpers import CONFIGURATIONS, ask, make_engine, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ def test_nb_05_iterations_are_microseconds_and_carry_their_counts():
     for event, step in zip(iterations, trace.steps, strict=True):
         counts = {key: event["args"][key] for key in ("prefill", "decode", "recomputed", "padding")}
         assert list(counts.values()) == [step.prefill, step.decode, step.recomputed, step.padded]
-        assert event["args"]["preempted"] == list(step.preempted)
+        assert event["args"]["preempted"] == list(names(step.preempted))
     chunks = [e for e in spans(trace) if e["name"] in ("prefill", "decode", "recompute")]
     assert len(chunks) == sum(len(s.members) for s in trace.steps)
     assert [e["name"] for e in chunks].count("recompute") == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import matplotlib as mpl
 import numpy as np
 import pytest
-from helpers import CONFIGURATIONS, ask, make_engine
+from helpers import CONFIGURATIONS, ask, make_engine, names
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -126,8 +126,8 @@ def test_waiting_and_preempted_gaps_are_lines_from_the_arrival_to_the_admission(
     queued = Counter()
     waiting = {}
     for step in trace.steps:
-        waiting |= dict.fromkeys(step.arrived, "waiting") | dict.fromkeys(step.preempted, "preempted")
-        for name in step.admitted:
+        waiting |= dict.fromkeys(step.arrived, "waiting") | dict.fromkeys(names(step.preempted), "preempted")
+        for name in names(step.admitted):
             del waiting[name]
         queued.update(waiting.values())
     for kind, (label, _) in LINES.items():

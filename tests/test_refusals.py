@@ -23,7 +23,7 @@ from minibatch import (
     ToyModel,
     Trace,
 )
-from minibatch.plan import Admission, Chunk, Padding, Plan, PlanError, Waiting
+from minibatch.plan import Admission, Chunk, Padding, Plan, PlanError, Preemption, Waiting
 from minibatch.request import (
     DuplicateRequest,
     EngineStalled,
@@ -340,7 +340,7 @@ def stranger():
     engine = make_engine("paged")
     engine.submit(ask("stranger", 3, 4))
     engine.submit(ask("now", 3, 4, at=None))
-    return engine.queue[0]
+    return next(iter(engine.queue))
 
 
 def active_stranger():
@@ -362,7 +362,10 @@ WRONG_PLANS = {
         "stranger",
     ),
     "an active stranger": (lambda w, a, far: Plan((whole(active_stranger()),)), "stranger"),
-    "a stranger is preempted": (lambda w, a, far: Plan((whole(a),), preemptions=(active_stranger(),)), "stranger"),
+    "a stranger is preempted": (
+        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(active_stranger(), a),)),
+        "stranger",
+    ),
     "an early admission": (lambda w, a, far: Plan((Chunk(far, 0, 3),), admissions=(Admission(far, 3),)), "far"),
     "a chunk of a waiting one": (lambda w, a, far: Plan((whole(w),)), "a chunk of w, which is not active"),
     "two chunks": (lambda w, a, far: Plan((whole(a), whole(a))), "two chunks of a"),
@@ -387,9 +390,15 @@ WRONG_PLANS = {
         lambda w, a, far: Plan((whole(w), whole(a)), admissions=(Admission(w, 28),)),
         "tokens 4:5 of a, but it needs 1 blocks, 7 free, 7 promised",
     ),
-    "preempts a waiting one": (lambda w, a, far: Plan((whole(a),), preemptions=(w,)), "preempt w, which is waiting"),
+    "preempts a waiting one": (
+        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(w, a),)),
+        "preempt w, which is waiting",
+    ),
+    "preempts without saying for whom": (lambda w, a, far: Plan((whole(a),), preemptions=(a,)), "not a Preemption"),
     "preempts twice": (
-        lambda w, a, far: Plan((whole(w),), admissions=(Admission(w, 6),), preemptions=(a, a)),
+        lambda w, a, far: Plan(
+            (whole(w),), admissions=(Admission(w, 6),), preemptions=(Preemption(a, w), Preemption(a, w))
+        ),
         " a",
     ),
     "admits twice": (lambda w, a, far: Plan((whole(w),), admissions=(Admission(w, 6), Admission(w, 6))), " w"),
@@ -397,7 +406,10 @@ WRONG_PLANS = {
         lambda w, a, far: Plan((whole(a),), admissions=(Admission(a, 4),)),
         "admit a, which is active",
     ),
-    "computes its victim": (lambda w, a, far: Plan((whole(a),), preemptions=(a,)), "a chunk of a, which is not active"),
+    "computes its victim": (
+        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(a, w),)),
+        "a chunk of a, which is not active",
+    ),
 }
 
 

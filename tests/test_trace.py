@@ -70,9 +70,9 @@ BROKEN = {
     "not json": ("hello\n", ":1 is not"),
     "other json": ('{"a": 1}\n', ":1 is not"),
     "a list": ("[]\n", ":1 is not"),
-    "newer format": ('{"meta": {"format": 99}}\n', "format 1"),
-    "half a line": ('{"meta": {"format": 1, "clock": "real"}}\n{"step": {"ind', ":2 is not"),
-    "a field too many": ('{"meta": {"format": 1, "clock": "real"}}\n{"timeline": {"x": 1}}', ":2 is not"),
+    "newer format": ('{"meta": {"format": 99}}\n', "format 2"),
+    "half a line": ('{"meta": {"format": 2, "clock": "real"}}\n{"step": {"ind', ":2 is not"),
+    "a field too many": ('{"meta": {"format": 2, "clock": "real"}}\n{"timeline": {"x": 1}}', ":2 is not"),
 }
 
 

@@ -9,7 +9,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Protocol
+
+import numpy as np
 
 from minibatch.clock import Clock
 from minibatch.kv_cache import KVCache
@@ -24,6 +27,22 @@ class ModelUnavailable(RuntimeError):
     """The weights cannot be had. The message says where they were looked for, and the remedy."""
 
 
+class Store(Protocol):
+    """The K/V of one engine, row by row. Rows are int64 arrays ``[n]``; ``key`` is whatever was swapped out."""
+
+    def copy_rows(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copies the K/V of the rows ``source`` to the rows ``target``, in every layer."""
+
+    def swap_out(self, key: Hashable, rows: np.ndarray) -> None:
+        """Copies the K/V of ``rows``, in order, to host memory."""
+
+    def swap_in(self, key: Hashable, rows: np.ndarray) -> None:
+        """Copies what was swapped out to ``rows``, and forgets it."""
+
+    def swap_drop(self, key: Hashable) -> None:
+        """Forgets what was swapped out."""
+
+
 class Model(Protocol):
     name: str
     vocab_size: int
@@ -35,10 +54,10 @@ class Model(Protocol):
     def clock(self) -> Clock:
         """The clock that fits this executor: real if it computes, virtual if it only says how long things take."""
 
-    def allocate(self, num_rows: int) -> Any:
+    def allocate(self, num_rows: int) -> Store:
         """Storage for the K/V of ``num_rows`` tokens, plus a scratch row for padding. One engine owns it."""
 
-    def forward(self, plan: Plan, kv: KVCache, store: Any) -> Any:
+    def forward(self, plan: Plan, kv: KVCache, store: Store) -> Any:
         """Computes the plan's chunks and padding; K/V go to the rows of ``store`` that ``kv`` names.
 
         Returns logits ``[rows, vocab_size]`` (numpy or torch): of each chunk, in order, the last ``num_logits``.

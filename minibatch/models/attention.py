@@ -15,7 +15,7 @@ few large operations, and is what runs. Tensors are ``[tokens, heads, head_dim]`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -52,6 +52,31 @@ class KVStore:
         self.values = [torch.zeros(*shape, x.value_dim, dtype=x.dtype, device=device) for shape, x in shapes]
         self.scratch_row = num_rows
         self._buffers: dict[tuple, Tensor] = {}
+        self._host: dict[Hashable, list[Tensor]] = {}
+
+    def copy_rows(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._scatter(target, self._gathered(source))
+
+    def swap_out(self, key: Hashable, rows: np.ndarray) -> None:
+        self._host[key] = [table.to("cpu", copy=False) for table in self._gathered(rows)]
+
+    def swap_in(self, key: Hashable, rows: np.ndarray) -> None:
+        self._scatter(rows, self._host.pop(key))
+
+    def swap_drop(self, key: Hashable) -> None:
+        del self._host[key]
+
+    def _gathered(self, rows: np.ndarray) -> list[Tensor]:
+        """Of every table (keys of all layers, then values) these rows, in memory of their own."""
+        return [table.index_select(0, torch.as_tensor(rows, device=table.device)) for table in self._tables]
+
+    def _scatter(self, rows: np.ndarray, contents: list[Tensor]) -> None:
+        for table, content in zip(self._tables, contents, strict=True):
+            table.index_copy_(0, torch.as_tensor(rows, device=table.device), content.to(table.device))
+
+    @property
+    def _tables(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys[layer].index_copy_(0, rows, keys)

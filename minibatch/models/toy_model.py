@@ -7,6 +7,8 @@ they would; a scheduler or cache that corrupts anything cannot give the tokens o
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
 from minibatch.clock import Clock, VirtualClock
@@ -22,6 +24,31 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+Pair = tuple[int, int]
+
+
+class ToyStore(list[Pair | None]):
+    """A (position, token) pair a row; None: never written. The last is the scratch row that padding writes."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__([None] * (num_rows + 1))
+        self._host: dict[Hashable, list[Pair | None]] = {}
+
+    def copy_rows(self, source: np.ndarray, target: np.ndarray) -> None:
+        for row, pair in zip(target.tolist(), [self[row] for row in source.tolist()], strict=True):
+            self[row] = pair
+
+    def swap_out(self, key: Hashable, rows: np.ndarray) -> None:
+        self._host[key] = [self[row] for row in rows.tolist()]
+
+    def swap_in(self, key: Hashable, rows: np.ndarray) -> None:
+        for row, pair in zip(rows.tolist(), self._host.pop(key), strict=True):
+            self[row] = pair
+
+    def swap_drop(self, key: Hashable) -> None:
+        del self._host[key]
 
 
 class ToyModel:
@@ -41,10 +68,10 @@ class ToyModel:
     def clock(self) -> Clock:
         return VirtualClock()
 
-    def allocate(self, num_rows: int) -> list[tuple[int, int] | None]:
-        return [None] * (num_rows + 1)  # the last row is the scratch row that padding writes
+    def allocate(self, num_rows: int) -> ToyStore:
+        return ToyStore(num_rows)
 
-    def forward(self, plan: Plan, kv: KVCache, store: list[tuple[int, int] | None]) -> np.ndarray:
+    def forward(self, plan: Plan, kv: KVCache, store: ToyStore) -> np.ndarray:
         """Writes every chunk's pairs before it reads any, as a batched attention kernel does."""
         for request, start, stop in plan.chunks:
             pairs = zip(range(start, stop), request.tokens(start, stop), strict=True)
@@ -55,7 +82,7 @@ class ToyModel:
         logits = [row for chunk in plan.chunks for row in self._logits(chunk, kv, store)]
         return np.array(logits).reshape(-1, self.vocab_size)
 
-    def _logits(self, chunk: Chunk, kv: KVCache, store: list[tuple[int, int] | None]) -> list[np.ndarray]:
+    def _logits(self, chunk: Chunk, kv: KVCache, store: ToyStore) -> list[np.ndarray]:
         logits, state = [], 0
         if chunk.num_logits:
             for index, row in enumerate(kv.rows(chunk.request, 0, chunk.stop).tolist()):

@@ -1,0 +1,127 @@
+"""Admission: does a waiting request fit? What has to be set aside before a request may join.
+
+A free place in the batch is not enough: a request brings K/V that will grow by a row an iteration, and stay. Each
+policy here answers two questions about a request that could otherwise join now:
+
+``tokens(request, size)``       for how many of its tokens rows are set aside at once (``size``: up to which token the
+                                first iteration would compute)
+``objection(request, ..., draft)``  a reason to wait although these rows are there, or nothing
+
+What each promises is in its docstring, and is what the tests of this module check. Careful ones admit late and leave
+memory unused, careless ones admit early and pay with preemptions: neither is better for every workload.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minibatch.checks import check_float
+from minibatch.kv_cache import KVCache
+from minibatch.policies.base import Policy
+from minibatch.policies.predictors import Predictor, upper_bound
+from minibatch.request import NeverFits, RequestState
+
+if TYPE_CHECKING:
+    from minibatch.plan_draft import PlanDraft
+
+
+@dataclass(frozen=True, repr=False)
+class Optimistic(Policy):
+    """Joins as soon as what it computes in its first iteration fits.
+
+    Promises that no block stays free which the next request could use now. Requests may outgrow the pool at any time,
+    and a prompt that is cut may lose its first pieces before its last one is computed.
+    """
+
+    reserves_maximum = False  # of the policies that set aside all that a request may ever need: nobody grows
+
+    def tokens(self, request: RequestState, size: int) -> int:
+        return size
+
+    def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
+        """The empty string: none."""
+        return ""
+
+    def check(self, request: RequestState, kv: KVCache) -> None:
+        """Raises NeverFits if the request could not join even an empty engine."""
+
+
+@dataclass(frozen=True, repr=False)
+class Watermark(Optimistic):
+    """Joins if its prompt fits and ``share`` of the pool stays free for those who run to grow into (vLLM's watermark).
+
+    ``whole_prompt``  all that it has to compute must fit, not only the first chunk: a prompt that is cut never gets
+                      stuck half-way
+
+    Promises that a request never waits for memory in an empty engine: with nobody to protect, nothing is kept free.
+    """
+
+    share: float = 0.01
+    whole_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        check_float("share", self.share, 0.0, 1.0)
+
+    def tokens(self, request: RequestState, size: int) -> int:
+        return request.num_tokens if self.whole_prompt else size
+
+    def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
+        memory, keep = draft.memory, int(self.share * draft.memory.kv.num_units)
+        if not keep or not draft.running or memory.free - memory.need(request, num_tokens) >= keep:
+            return ""
+        return f"watermark: {memory.shortage(request, num_tokens)}, and {keep} are kept free"
+
+
+@dataclass(frozen=True, repr=False)
+class ReserveMaximum(Optimistic):
+    """Sets aside all that the request may ever need, ``P + G - 1`` tokens, before it joins (Orca, section 4.2).
+
+    Promises that nobody is ever preempted for memory. Most of what is set aside is never filled.
+    """
+
+    reserves_maximum = True
+
+    def tokens(self, request: RequestState, size: int) -> int:
+        return request.max_cached_tokens
+
+    def check(self, request: RequestState, kv: KVCache) -> None:
+        need = kv.need(request, request.max_cached_tokens)
+        if need > kv.num_units:
+            what = f"{request.num_seqs} answers of up to {request.max_cached_tokens} tokens need"
+            raise NeverFits(f"{what} {need} {kv.unit_name}s of {kv.unit_size}, the pool has {kv.num_units}")
+
+
+@dataclass(frozen=True, repr=False)
+class Forecast(Optimistic):
+    """Joins if the *peak* of what everybody will hold, as far as lengths can be predicted, fits (LightLLM's scheduler).
+
+    Not everybody is at their longest at the same time. If everybody gets a token an iteration, what they hold peaks
+    when one of them is about to end; so it is enough to look at these moments (Gong et al., ASPLOS 2025, section 4).
+
+    Promises that nobody is preempted, as long as the predictions are upper bounds, whoever runs gets a token in every
+    iteration, prompts are not cut and ``n`` is 1. Blocks that are shared count once a request, which is too many.
+    """
+
+    predictor: Predictor = upper_bound
+
+    def tokens(self, request: RequestState, size: int) -> int:
+        return request.num_tokens
+
+    def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
+        kv = draft.memory.kv
+        if not (kv.grows and draft.running):  # a slot does not grow; and alone, anything that passed the door fits
+            return ""
+        members = [*draft.running, request]
+        tokens = np.array([member.num_tokens for member in members])
+        left = [math.ceil(self.predictor(member)) - len(member.generated) for member in members]
+        left = np.maximum(left, 1)  # the prediction was wrong: it still runs
+        ends = np.unique(left)[:, None]  # iterations from now
+        blocks = -(-(tokens + ends - 1) // kv.unit_size) * (left >= ends)
+        peak = int(blocks.sum(axis=1).max())
+        if peak <= kv.num_units:
+            return ""
+        return f"forecast: {peak} {kv.unit_name}s needed at the peak, the pool has {kv.num_units}"

@@ -1,0 +1,122 @@
+"""Preemption: who is displaced when memory runs out, and how its K/V comes back.
+
+``Never``       nobody: a request without room holds what it has and waits for others to end
+``Recompute``   the victim's K/V is dropped; when it is back, its tokens are computed again like a prompt
+``Swap``        the victim's K/V is copied to host memory, and back (vLLM, SOSP 2023, section 4.5)
+
+*Who* is a rule of its own, a function that picks one of the candidates. Whatever the rule: the *senior* (the most
+urgent request, among equals the one that arrived first) is no candidate while there is another. So there is always one
+that nobody can displace; it ends, and then there is another senior: preemptions are finite. The scheduler adds the other
+half of that guarantee (the thrash guard): what was just taken from one is not given to a newcomer in the same iteration.
+
+A policy may also let a waiting request displace running ones (``displaces``), for instance if it is strictly more
+urgent. Strictly, so that equals never displace each other in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minibatch.checks import check_int
+from minibatch.kv_cache import KVDraft
+from minibatch.policies.base import Policy
+from minibatch.policies.predictors import Predictor, upper_bound
+from minibatch.request import RequestState
+
+VictimRule = Callable[[Sequence[RequestState], KVDraft], RequestState]
+Outranks = Callable[[RequestState, RequestState], bool]
+
+
+# --- victim rules: candidates, in the order in which they were admitted, never none of them -> the one that goes ---
+
+
+def newest(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
+    """The one admitted last (vLLM)."""
+    return candidates[-1]
+
+
+def lowest_priority(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
+    """The least urgent; of those, the one that arrived last."""
+    return max(candidates, key=seniority)
+
+
+def most_blocks(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
+    """The one that holds most: the fewest victims."""
+    return max(reversed(candidates), key=memory.held)
+
+
+def least_progress_lost(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
+    """The one with the fewest computed tokens: the least to compute again, or to copy."""
+    return min(reversed(candidates), key=lambda request: request.num_computed)
+
+
+def seniority(request: RequestState) -> tuple[int, int]:
+    return request.priority, request.rank
+
+
+# --- whom a waiting request may displace ---
+
+
+def more_urgent(waiting: RequestState, running: RequestState) -> bool:
+    """Strictly more urgent: equals never displace each other."""
+    return waiting.priority < running.priority
+
+
+@dataclass(frozen=True, repr=False)
+class Shorter(Policy):
+    """Has strictly fewer tokens left to generate: with ``ShortestFirst``, this makes shortest-remaining-time-first."""
+
+    predictor: Predictor = upper_bound
+
+    def __call__(self, waiting: RequestState, running: RequestState) -> bool:
+        return self._left(waiting) < self._left(running)
+
+    def _left(self, request: RequestState) -> float:
+        return self.predictor(request) - len(request.generated)
+
+
+# --- policies ---
+
+
+@dataclass(frozen=True, repr=False)
+class Recompute(Policy):
+    """Drop and compute again. Costs the *recompute tax*: tokens that go through the model twice."""
+
+    victim: VictimRule = newest
+    displaces: Outranks | None = None
+
+    host_tokens = 0  # most tokens of swapped requests
+
+    def choose(self, running: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
+        """The next victim among the running requests, the one that needs room included; None: nobody."""
+        senior = min(running, key=seniority)
+        return self.victim([r for r in running if r is not senior] or running, memory)
+
+
+@dataclass(frozen=True, repr=False)
+class Swap(Recompute):
+    """Copy to the host and back. Costs transfers, and nothing is computed twice.
+
+    ``host_tokens``  tokens of K/V that host memory has room for; a victim that does not fit is recomputed
+    """
+
+    host_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        check_int("host_tokens", self.host_tokens, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Never(Policy):
+    """Nobody is displaced.
+
+    Safe where nobody grows: with ``ReserveMaximum``, or on slots. Elsewhere all may come to wait for room that the
+    others hold; then the engine raises EngineStalled and says so.
+    """
+
+    displaces = None
+    host_tokens = 0
+
+    def choose(self, running: Sequence[RequestState], memory: KVDraft) -> None:
+        return None
