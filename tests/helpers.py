@@ -230,9 +230,8 @@ def unused_rows(engine: Engine) -> list[int]:
         in_use.update(engine.kv.rows(state, 0, 0 if state.is_finished else state.num_computed).tolist())
     if isinstance(engine.kv, PrefixCachedKVCache):
         size = engine.kv.unit_size
-        in_use.update(
-            row for known in engine.kv.pool.known() for row in range(known.block * size, (known.block + 1) * size)
-        )
+        for known in engine.kv.pool.known():
+            in_use.update(range(known.block * size, (known.block + 1) * size))
     return sorted(set(range(engine.kv.num_rows)) - in_use)
 
 

@@ -343,6 +343,10 @@ def stranger():
     return next(iter(engine.queue))
 
 
+def displace(victim, by, *chunks):
+    return Plan(chunks, preemptions=(Preemption(victim, by),))
+
+
 def active_stranger():
     engine = make_engine("paged")
     engine.submit(ask("stranger", 3, 4))
@@ -363,7 +367,7 @@ WRONG_PLANS = {
     ),
     "an active stranger": (lambda w, a, far: Plan((whole(active_stranger()),)), "stranger"),
     "a stranger is preempted": (
-        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(active_stranger(), a),)),
+        lambda w, a, far: displace(active_stranger(), a, whole(a)),
         "stranger",
     ),
     "an early admission": (lambda w, a, far: Plan((Chunk(far, 0, 3),), admissions=(Admission(far, 3),)), "far"),
@@ -391,7 +395,7 @@ WRONG_PLANS = {
         "tokens 4:5 of a, but it needs 1 blocks, 7 free, 7 promised",
     ),
     "preempts a waiting one": (
-        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(w, a),)),
+        lambda w, a, far: displace(w, a, whole(a)),
         "preempt w, which is waiting",
     ),
     "preempts without saying for whom": (lambda w, a, far: Plan((whole(a),), preemptions=(a,)), "not a Preemption"),
@@ -407,7 +411,7 @@ WRONG_PLANS = {
         "admit a, which is active",
     ),
     "computes its victim": (
-        lambda w, a, far: Plan((whole(a),), preemptions=(Preemption(a, w),)),
+        lambda w, a, far: displace(a, w, whole(a)),
         "a chunk of a, which is not active",
     ),
 }

@@ -119,7 +119,7 @@ class Priority(Order):
 
     Priority minus gained levels is ``priority - (now - arrival) / ageing``. ``now`` is the same for all, so the order
     of two requests never changes, and needs no sorting again: their key is ``priority + arrival / ageing``. Hence a
-    bound: a request is overtaken only by those that arrive within ``ageing * (its priority - theirs)`` seconds after it.
+    bound: a request is overtaken only by those that arrive less than ``ageing * (its priority - theirs)`` seconds later.
     """
 
     def __init__(self, ageing: float = math.inf) -> None:
@@ -195,7 +195,7 @@ class ByClient(Order):
     """A queue a client, each in order of arrival, and a number a client: whoever has the lowest is next.
 
     Subclasses say what the number is (``standing``) and what an admission makes of it (``after``). The index is sorted
-    by ``bound``, which may lag behind the standing but never exceed it, and changes only when the engine says something.
+    by ``bound``, which may lag behind the standing but never exceeds it, and changes only when the engine tells.
     """
 
     def __init__(self) -> None:
