@@ -46,6 +46,7 @@ class PlanDraft:
         self.preempted: dict[RequestState, Preemption] = {}
         self.waiting: list[Waiting] = []
         self.rest = ""
+        self.notes: dict[Any, Any] = {}  # what a policy wants to remember while this plan is made, by policy
 
     def run(self, requests: Iterable[RequestState]) -> None:
         """Gives each of these running requests its pending tokens, while the budget lasts."""
@@ -178,7 +179,7 @@ class PlanDraft:
     def _copy(self) -> PlanDraft:
         twin = copy(self)
         twin.memory = self.memory.copy()
-        for name in ("running", "chunks", "admissions", "preempted", "waiting"):
+        for name in ("running", "chunks", "admissions", "preempted", "waiting", "notes"):
             setattr(twin, name, copy(getattr(self, name)))
         return twin
 

@@ -14,6 +14,8 @@ memory unused, careless ones admit early and pay with preemptions: neither is be
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,13 +117,49 @@ class Forecast(Optimistic):
         kv = draft.memory.kv
         if not (kv.grows and draft.running):  # a slot does not grow; and alone, anything that passed the door fits
             return ""
-        members = [*draft.running, request]
-        tokens = np.array([member.num_tokens for member in members])
-        left = [math.ceil(self.predictor(member)) - len(member.generated) for member in members]
-        left = np.maximum(left, 1)  # the prediction was wrong: it still runs
-        ends = np.unique(left)[:, None]  # iterations from now
-        blocks = -(-(tokens + ends - 1) // kv.unit_size) * (left >= ends)
-        peak = int(blocks.sum(axis=1).max())
+        # Within one plan, those who run only become one more, the last candidate, unless somebody is displaced.
+        running, with_candidate = draft.notes.get(self, ([], None))
+        if draft.running == running:
+            future = with_candidate
+        else:
+            future = Future(draft.running, self._left, kv.unit_size)
+        with_candidate = future.joined_by(request.num_tokens, self._left(request))
+        draft.notes[self] = [*draft.running, request], with_candidate
+        peak = with_candidate.peak
         if peak <= kv.num_units:
             return ""
         return f"forecast: {peak} {kv.unit_name}s needed at the peak, the pool has {kv.num_units}"
+
+    def _left(self, request: RequestState) -> int:
+        """Tokens that it will still generate; at least one, for it still runs, whatever was predicted."""
+        return max(math.ceil(self.predictor(request)) - len(request.generated), 1)
+
+
+class Future:
+    """Requests that all get a token an iteration, and how many blocks they hold whenever one of them ends.
+
+    ``holds[k]``: when request ``k`` ends, ``left[k]`` iterations from now, what all have that have not ended before.
+    """
+
+    def __init__(self, requests: Sequence[RequestState], left: Callable[[RequestState], int], block_size: int) -> None:
+        self.block_size = block_size
+        self.tokens = np.array([request.num_tokens for request in requests], dtype=np.int32)
+        self.left = np.array([left(request) for request in requests], dtype=np.int32)
+        self.holds = self._blocks(self.tokens, self.left[:, None]).sum(axis=1, where=self.left >= self.left[:, None])
+
+    @property
+    def peak(self) -> int:
+        return int(self.holds.max())
+
+    def joined_by(self, tokens: int, left: int) -> Future:
+        """The same with one more request: it adds to every end that it lives to see, and there is its own."""
+        there = self.left >= left
+        own = self._blocks(self.tokens[there], left).sum() + self._blocks(tokens, left)
+        twin = copy(self)
+        twin.holds = np.append(self.holds + self._blocks(tokens, self.left) * (self.left <= left), own)
+        twin.tokens, twin.left = np.append(self.tokens, tokens), np.append(self.left, left)
+        return twin
+
+    def _blocks(self, tokens: np.ndarray | int, iterations: np.ndarray | int) -> np.ndarray:
+        """Of requests with so many tokens now, in the last of so many iterations: the newest token has no K/V yet."""
+        return -(-(tokens + iterations - 1) // self.block_size)

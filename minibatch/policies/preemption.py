@@ -6,8 +6,8 @@
 
 *Who* is a rule of its own, a function that picks one of the candidates. Whatever the rule: the *senior* (the most
 urgent request, among equals the one that arrived first) is no candidate while there is another. So there is always one
-that nobody can displace; it ends, and then there is another senior: preemptions are finite. The plan adds the other half
-of that guarantee (the thrash guard): what was just taken from one is not given to a newcomer in the same iteration.
+that nobody can displace; it ends, and then there is another senior: preemptions are finite. The plan adds the other
+half of that guarantee (the thrash guard): what was just taken from one does not go to a newcomer in the same iteration.
 
 A policy may also let a waiting request displace running ones (``displaces``), for instance if it is strictly more
 urgent. Strictly, so that equals never displace each other in turns.

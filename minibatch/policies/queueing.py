@@ -119,7 +119,7 @@ class Priority(Order):
 
     Priority minus gained levels is ``priority - (now - arrival) / ageing``. ``now`` is the same for all, so the order
     of two requests never changes, and needs no sorting again: their key is ``priority + arrival / ageing``. Hence a
-    bound: a request is overtaken only by those that arrive less than ``ageing * (its priority - theirs)`` seconds later.
+    bound: a request is overtaken only by those that come less than ``ageing * (its priority - theirs)`` seconds later.
     """
 
     def __init__(self, ageing: float = math.inf) -> None:
