@@ -117,15 +117,12 @@ class Forecast(Optimistic):
         kv = draft.memory.kv
         if not (kv.grows and draft.running):  # a slot does not grow; and alone, anything that passed the door fits
             return ""
-        # Within one plan, those who run only become one more, the last candidate, unless somebody is displaced.
-        running, with_candidate = draft.notes.get(self, ([], None))
-        if draft.running == running:
-            future = with_candidate
-        else:
-            future = Future(draft.running, self._left, kv.unit_size)
-        with_candidate = future.joined_by(request.num_tokens, self._left(request))
-        draft.notes[self] = [*draft.running, request], with_candidate
-        peak = with_candidate.peak
+        # From one candidate of a plan to the next, those who run are the same, or one more, unless somebody is displaced.
+        known = (future for members, future in draft.notes.get(self, ()) if members == draft.running)
+        future = next(known, None) or Future(draft.running, self._left, kv.unit_size)
+        joined = future.joined_by(request.num_tokens, self._left(request))
+        draft.notes[self] = (list(draft.running), future), ([*draft.running, request], joined)
+        peak = joined.peak
         if peak <= kv.num_units:
             return ""
         return f"forecast: {peak} {kv.unit_name}s needed at the peak, the pool has {kv.num_units}"
