@@ -102,7 +102,7 @@ class Forecast(Optimistic):
     """Joins if the *peak* of what everybody will hold, as far as lengths can be predicted, fits (LightLLM's scheduler).
 
     Not everybody is at their longest at the same time. If everybody gets a token an iteration, what they hold peaks
-    when one of them is about to end; so it is enough to look at these moments (Gong et al., ASPLOS 2025, section 4).
+    when one of them is about to end; so it is enough to look at these moments (Gong et al., ASPLOS 2025).
 
     Promises that nobody is preempted, as long as the predictions are upper bounds, whoever runs gets a token in every
     iteration, prompts are not cut and ``n`` is 1. Blocks that are shared count once a request, which is too many.
@@ -117,7 +117,7 @@ class Forecast(Optimistic):
         kv = draft.memory.kv
         if not (kv.grows and draft.running):  # a slot does not grow; and alone, anything that passed the door fits
             return ""
-        # From one candidate of a plan to the next, those who run are the same, or one more, unless somebody is displaced.
+        # From one candidate of a plan to the next, those who run are the same or one more, if nobody is displaced.
         known = (future for members, future in draft.notes.get(self, ()) if members == draft.running)
         future = next(known, None) or Future(draft.running, self._left, kv.unit_size)
         joined = future.joined_by(request.num_tokens, self._left(request))

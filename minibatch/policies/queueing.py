@@ -372,7 +372,12 @@ class Fair(ByClient):
             self._reindex(request.client)
 
     def note(self, request: RequestState) -> str:
-        return f"client {request.client} has had {self.standing(request.client):,.0f}"
+        """How far the others are ahead: what they owe it."""
+        others = list(islice((client for _, _, client in self._index if client != request.client), 3))
+        more = len(self._index) - 1 - len(others)
+        had = [f"{client} {self.standing(client):,.0f}" for client in others]
+        had += [f"{more:,} more clients"] if more > 0 else []
+        return f"client {request.client} has had {self.standing(request.client):,.0f}; {', '.join(had)}".strip("; ")
 
     def _of_input(self, num_tokens: int) -> float:
         return self.input_weight * max(num_tokens, 0)
