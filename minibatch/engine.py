@@ -1,8 +1,8 @@
 """The one loop: arrivals -> plan -> reserve -> forward -> sample -> commit -> report.
 
 ``engine.step()`` is the whole engine: one iteration, start to end, in one thread. The scheduler decides, the KV cache
-keeps addresses, the model computes; this module carries the decision out, keeps the books, and is the only place where
-a request changes state. The four configurations of the project are this loop with other parts:
+keeps addresses, the model computes; this module carries the decision out (what it means for each request is in
+``lifecycle.py``) and keeps the books. The four configurations of the project are this loop with other parts:
 
     static      StaticBatching       ContiguousKVCache
     continuous  ContinuousBatching   ContiguousKVCache
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import ChainMap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,13 +21,13 @@ from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.door import Door
-from minibatch.kv_cache import KVCache, KVSnapshot, RowCopy
+from minibatch.kv_cache import KVCache, KVSnapshot
+from minibatch.lifecycle import Changes, Lifecycle
 from minibatch.models import Model
 from minibatch.next_tokens import next_tokens
-from minibatch.plan import Admission, Chunk, Plan, Preemption, Scheduler, check_plan
+from minibatch.plan import Plan, Scheduler, check_plan
 from minibatch.policies.queueing import FCFS, Order
 from minibatch.request import (
-    MOST_ANSWERS,
     EngineStalled,
     Group,
     InvalidParams,
@@ -40,9 +39,8 @@ from minibatch.request import (
     SamplingParams,
     Status,
 )
-from minibatch.sampling import Sample, SamplingError
 from minibatch.streaming import Stream
-from minibatch.trace import Admitted, Forked, Member, PadRow, Preempted, StepReport, Trace, versions
+from minibatch.trace import Member, PadRow, StepReport, Trace, versions
 
 
 class Engine:
@@ -86,20 +84,11 @@ class Engine:
         self.door = Door(model, scheduler, kv_cache, self.max_model_len)
         self.max_queue = max_queue
         self.store = model.allocate(kv_cache.num_rows)  # the K/V themselves, in the executor's own form
-        self.active: list[RequestState] = []  # holding memory, in admission order
         self.arrivals = Arrivals()  # submitted, still to come
-        self._live: dict[str, RequestState] = {}  # every sequence that has no result yet, by id
-        self._groups: dict[str, Group] = {}  # the requests with n > 1 that have none, by id
-        self._ids = ChainMap[str, Any](self._live, self._groups)
-        self._num_arrived = 0
-        self._arrived: list[str] = []  # since the last report, as are the next four
-        self._admitted: list[Admitted] = []
-        self._preempted: list[Preempted] = []
-        self._copied_rows = 0
-        self._ended: list[tuple[str, str]] = []
+        self.life = Lifecycle(kv_cache, self.store, self.queue)
+        self.active, self.results = self.life.active, self.life.results
         self._stepping, self._aborts = False, []  # aborts that came during a step
         self._random = random.Random(seed)
-        self.results: dict[str, Result] = {}  # by id; an id that is used again has its newest result
         self.trace = Trace(
             {
                 **(meta or {}),
@@ -136,7 +125,7 @@ class Engine:
 
         Called from within a step (by a stream that is collected there), it takes effect when the step is over.
         """
-        found = self._ids.get(request_id)
+        found = self.life.ids.get(request_id)
         if found is None:
             return False
         for state in [s for s in found.states if not s.is_finished] if isinstance(found, Group) else [found]:
@@ -184,7 +173,7 @@ class Engine:
         timeline = self.door.timeline(request, now)
         self.trace.timelines.append(timeline)
         try:
-            state = self.door.accept(request, timeline, self._ids)
+            state = self.door.accept(request, timeline, self.life.ids)
             if request.arrival_time is None:
                 self._deliver(now)
                 self._check_queue()
@@ -194,12 +183,10 @@ class Engine:
         for answer in (state, *state.siblings):
             if request.params.seed is None:
                 answer.seed = self._random.getrandbits(63)
-            self._live[answer.request_id] = answer
-        if state.group is not None:
-            self._groups[state.group.request_id] = state.group
-            self.trace.timelines += [sibling.timeline for sibling in state.siblings]
+        self.life.enter(state)
+        self.trace.timelines += [sibling.timeline for sibling in state.siblings]
         if request.arrival_time is None:
-            self._arrive(state)
+            self.life.arrive(state)
         else:
             self.arrivals.add(state)
         return state
@@ -215,15 +202,9 @@ class Engine:
                 self._check_queue()
             except QueueFull as error:
                 for answer in (state, *state.siblings):
-                    self._finish(answer, "rejected", state.arrival_time, error)
+                    self.life.finish(answer, "rejected", state.arrival_time, error)
             else:
-                self._arrive(state)
-
-    def _arrive(self, state: RequestState) -> None:
-        state.status, state.rank = Status.WAITING, self._num_arrived
-        self._num_arrived += 1
-        self.queue.add(state)
-        self._arrived.append(state.label)
+                self.life.arrive(state)
 
     # ---------------------------------------------------------------- one iteration
 
@@ -233,7 +214,7 @@ class Engine:
             self._deliver(now)
             if self.queue or self.active:
                 plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
-                check_plan(plan, self.scheduler, self.kv, self._live)
+                check_plan(plan, self.scheduler, self.kv, self.life.live)
                 if plan.chunks:
                     return self._execute(plan, now)
                 self._wait(plan, now)
@@ -245,189 +226,60 @@ class Engine:
     def _abort(self, state: RequestState) -> None:
         if state.status is Status.SUBMITTED:
             self.arrivals.remove(state)
-        now = max(self.clock.now(), state.arrival_time)  # it may not even have arrived
-        for answer in (state, *state.siblings):  # without the first one nobody computes the prompt of the others
-            self._finish(answer, "abort", now)
-        if state.group is not None and state in state.group.states[0].siblings:  # it will not be forked
-            state.group.states[0].siblings.remove(state)
+        self.life.abort(state, max(self.clock.now(), state.arrival_time))  # it may not even have arrived
         self._let_go()
 
     def _execute(self, plan: Plan, start: float) -> StepReport:
+        life, index = self.life, len(self.trace.steps)
         for preemption in plan.preemptions:
-            self._preempt(preemption, start)
+            life.preempt(preemption, start)
         for admission in plan.admissions:  # all of them take what is cached before anybody takes a block and evicts it
-            self._admit(admission, start)
+            life.admit(admission, start)
         for admission in plan.admissions:
-            self._reserve(admission.request, admission.reserve)
-            self._swap_in(admission.request)
+            life.reserve(admission.request, admission.reserve)
+            life.swap_in(admission.request)
         for chunk in plan.chunks:  # those who were active before grow
-            self._reserve(chunk.request, chunk.stop)
+            life.reserve(chunk.request, chunk.stop)
         outcomes = next_tokens(plan, self.model.forward(plan, self.kv, self.store))
         self.clock.advance(plan)
         end = self.clock.now()
-        members = tuple(self._commit(chunk, outcomes.get(chunk.request), start) for chunk in plan.chunks)
-        forked = tuple(self._fork(chunk.request, outcomes, end) for chunk in plan.chunks if chunk.forks)
+        members = tuple(life.commit(chunk, outcomes.get(chunk.request), index, start) for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            if chunk.forks:
+                life.fork(chunk.request, outcomes, end)
         snapshot = self.kv.snapshot(self.active)  # after the forward, before anyone leaves
         for state, outcome in outcomes.items():
-            self._emit(state, outcome, end)
+            life.emit(state, outcome, end)
         self._let_go()
-        return self._report(plan, start, end, members, sum(forked, ()), snapshot)
-
-    def _preempt(self, preemption: Preemption, now: float) -> None:
-        """Takes memory and place away. Swapped, it keeps what it has computed; else that is to be computed again."""
-        state, by, swap = preemption
-        self._preempted.append(Preempted(state.label, by.label, state.num_computed, swap))
-        if swap:
-            self.store.swap_out(state, self.kv.rows(state, 0, state.num_computed))
-            self.kv.host[state] = state.num_computed
-            state.timeline.num_swapped += state.num_computed
-        else:
-            state.num_computed = 0
-        self.kv.release(state)
-        self.active.remove(state)
-        state.status = Status.WAITING
-        self.queue.add(state)
-        state.timeline.num_preemptions += 1
-        state.timeline.runs[-1][1] = now
-
-    def _admit(self, admission: Admission, now: float) -> None:
-        state, _, cached = admission
-        self.queue.take(state)
-        self.active.append(state)
-        state.status = Status.ACTIVE
-        resumed = bool(state.timeline.runs)
-        self._admitted.append(Admitted(state.label, cached, state.num_computed, resumed))
-        state.timeline.runs.append([now, now])
-        if cached:
-            self.kv.adopt(state, cached)
-            state.num_computed = cached
-            if resumed:
-                state.timeline.num_recached += cached
-            else:
-                state.num_cached = state.timeline.num_cached = cached
-
-    def _reserve(self, state: RequestState, num_tokens: int) -> None:
-        if (copy := self.kv.reserve(state, num_tokens)) is not None:
-            self._copy(copy)
-
-    def _copy(self, copy: RowCopy) -> None:
-        self.store.copy_rows(*copy)
-        self._copied_rows += len(copy.source)
-
-    def _swap_in(self, state: RequestState) -> None:
-        if self.kv.host.pop(state, None) is not None:
-            self.store.swap_in(state, self.kv.rows(state, 0, state.num_computed))
-
-    def _commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, start: float) -> Member:
-        """The chunk's tokens are computed now."""
-        state, kinds = chunk.request, chunk.kinds
-        state.num_computed = chunk.stop
-        state.high_water = max(state.high_water, chunk.stop)
-        self.kv.publish(state)
-        state.last_scheduled = len(self.trace.steps)
-        if state.timeline.scheduled is None:
-            state.timeline.scheduled = start
-        emitted = outcome.token if isinstance(outcome, Sample) else None
-        return Member(state.label, chunk.start, chunk.stop, *kinds, emitted)
-
-    def _fork(
-        self, parent: RequestState, outcomes: dict[RequestState, Sample | SamplingError], now: float
-    ) -> tuple[Forked, ...]:
-        """The prompt is computed: its other answers begin, each from its own first token."""
-        forked = []
-        for child in parent.siblings:
-            if (copy := self.kv.fork(parent, child)) is not None:
-                self._copy(copy)
-            child.num_computed = child.high_water = parent.num_computed
-            child.last_scheduled = parent.last_scheduled
-            child.rank = parent.rank + (1 + len(forked)) / MOST_ANSWERS  # right behind it
-            child.prompt_logprobs = list(parent.prompt_logprobs)
-            child.status, child.timeline.scheduled = Status.ACTIVE, parent.timeline.scheduled
-            child.timeline.runs.append([now, now])
-            outcome = outcomes[child]
-            forked.append(Forked(child.label, parent.label, outcome.token if isinstance(outcome, Sample) else None))
-        place = self.active.index(parent) + 1
-        self.active[place:place], parent.siblings = parent.siblings, []
-        return tuple(forked)
-
-    def _emit(self, state: RequestState, outcome: Sample | SamplingError, now: float) -> None:
-        """Gives a request its next token, and ends it if that was its last."""
-        if isinstance(outcome, SamplingError):
-            self._finish(state, "abort", now, outcome)
-            return
-        state.generated.append(outcome.token)
-        state.timeline.token_times.append(now)
-        if state.params.logprobs is not None:
-            state.logprobs.append(outcome)
-        matched = state.text is not None and state.text.push(outcome.token)
-        if outcome.token in state.stop_token_ids:
-            state.stop_reason = outcome.token if outcome.token in state.params.stop_token_ids else None
-            self._finish(state, "stop", now)
-        elif matched:
-            state.stop_reason = state.text.stop_reason
-            self._finish(state, "stop", now)
-        elif len(state.generated) == state.max_new_tokens:
-            self._finish(state, "length", now)
-
-    def _finish(self, state: RequestState, reason: str, now: float, error: Exception | None = None) -> None:
-        """The one place where a request ends: exactly one Result."""
-        was_active = state.status is Status.ACTIVE
-        if self.kv.host.pop(state, None) is not None:
-            self.store.swap_drop(state)
-        state.status, state.finish_reason = Status.FINISHED, reason
-        if state.text is not None:
-            state.text.finish()
-        timeline = state.timeline
-        timeline.finish, timeline.finish_reason = now, reason
-        if was_active:
-            timeline.runs[-1][1] = now
-        del self._live[state.request_id]
-        self._ended.append((state.label, reason))
-        self.queue.end(state)
-        state.result = self.results[state.request_id] = state.to_result(error)
-        group = state.group
-        if group is not None and group.is_finished:
-            group.result = self.results[group.request_id] = group.to_result()
-            del self._groups[group.request_id]
+        return self._report(plan, start, end, members, snapshot)
 
     def _let_go(self) -> None:
         """An iteration boundary: those whom the scheduler lets leave give up place and memory."""
-        leaving = self.scheduler.leaving(self.active)
-        for state in leaving:
-            self.kv.release(state)
-        if leaving:
-            gone = set(leaving)
-            self.active = [state for state in self.active if state not in gone]
+        if leaving := self.scheduler.leaving(self.active):
+            self.life.leave(leaving)
 
     def _report(
-        self,
-        plan: Plan,
-        start: float,
-        end: float,
-        members: tuple[Member, ...],
-        forked: tuple[Forked, ...],
-        snapshot: KVSnapshot,
+        self, plan: Plan, start: float, end: float, members: tuple[Member, ...], snapshot: KVSnapshot
     ) -> StepReport:
+        changes, self.life.changes = self.life.changes, Changes()
         report = StepReport(
             index=len(self.trace.steps),
             start=start,
             end=end,
             members=members,
             padding=tuple(PadRow(p.request.label, p.num_tokens, p.dead) for p in plan.padding),
-            arrived=tuple(self._arrived),
-            admitted=tuple(self._admitted),
-            preempted=tuple(self._preempted),
-            finished=tuple(self._ended),
+            arrived=tuple(changes.arrived),
+            admitted=tuple(changes.admitted),
+            preempted=tuple(changes.preempted),
+            finished=tuple(changes.finished),
             waiting=tuple((waiting.request.label, waiting.reason) for waiting in plan.waiting),
             num_waiting=len(self.queue),
             rest=plan.rest,
             token_budget=self.scheduler.token_budget,
             kv=snapshot,
-            forked=forked,
-            copied_rows=self._copied_rows,
+            forked=tuple(changes.forked),
+            copied_rows=changes.copied_rows,
         )
-        self._arrived, self._admitted, self._preempted, self._ended = [], [], [], []
-        self._copied_rows = 0
         self.trace.steps.append(report)
         return report
 

@@ -423,7 +423,7 @@ def test_a_wrong_plan_is_refused_by_name_before_anything_has_run(name):
     make_plan, fragment = WRONG_PLANS[name]
 
     def wrong_plan(queue, active, kv):
-        far = engine._live["far"]  # a scheduler is never told about it
+        far = engine.life.live["far"]  # a scheduler is never told about it
         return make_plan(queue[0], active[0], far)
 
     engine = Engine(ToyModel(), Wrong(wrong_plan), PagedKVCache(8, 4))
