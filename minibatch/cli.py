@@ -5,6 +5,7 @@
 2    wrong usage, or a request that cannot run; the message says why
 3    the model cannot be had or is not supported
 4    ``compare``: some tokens differ from solo generation, and not by a numerical tie
+5    a policy planned what cannot be carried out, or nothing although there was work; the message names it
 130  interrupted
 """
 
@@ -15,18 +16,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minibatch import __version__, compare, compare_report, workload
+from minibatch import __version__, bench, bench_planning, bench_swap, compare, compare_report, explain, workload
 from minibatch.compare import Setup
 from minibatch.engine import Engine
 from minibatch.llm import MOST_KV_TOKENS, load_model
 from minibatch.models import Model, ModelUnavailable, UnsupportedModel
 from minibatch.models.pretrained import DEFAULT_MODEL
-from minibatch.request import Request, RequestRefused, Result, SamplingParams
+from minibatch.plan import PlanError
+from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS
+from minibatch.request import EngineStalled, Request, RequestRefused, Result, SamplingParams
+from minibatch.trace import Trace
 
-USAGE, NO_MODEL, DIFFERS, INTERRUPTED = 2, 3, 4, 130
+USAGE, NO_MODEL, DIFFERS, BAD_PLAN, INTERRUPTED = 2, 3, 4, 5, 130
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
 SCHEDULERS = ["static", "continuous", "paged", "chunked"]
 
@@ -40,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        return options.command(options)
+        code = options.command(options)
+        sys.stdout.flush()  # so that a reader who has gone is noticed here
+        return code
     except (
         BrokenPipeError
     ):  # whoever read our output has gone (`| head`): nothing is left to say, nor anyone to hear it
@@ -50,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, NO_MODEL)
     except (RequestRefused, ValueError, OSError) as error:
         return _fail(error, USAGE)
+    except (PlanError, EngineStalled) as error:
+        return _fail(error, BAD_PLAN)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -65,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_generate(commands)
+    _add_explain(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -121,6 +132,13 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     _option(group, "--block-size", default.block_size, "tokens a block, of paged and chunked", int)
     _option(group, "--max-num-seqs", default.max_num_seqs, "most active requests", int)
     _option(group, "--token-budget", default.token_budget, "tokens an iteration, of chunked", int)
+    group = command.add_argument_group("policies", "A name, or the dotted name of your own: mymodule:MyOrder.")
+    all_alike = f"; {compare_report.ALIKE}"
+    _option(group, "--order", default.order, f"who is next, of all four: {', '.join(ORDERS)}{all_alike}", str)
+    but_static = "of all but static"
+    _option(group, "--admission", default.admission, f"does it fit, {but_static}: {', '.join(ADMISSIONS)}", str)
+    _option(group, "--preemption", default.preemption, f"who gives way, {but_static}: {', '.join(PREEMPTIONS)}", str)
+    group.add_argument("--prefix-cache", action="store_true", help="paged and chunked find computed blocks again")
     group = command.add_argument_group("output")
     out = (
         f"directory for pictures, traces and numbers (default: compare, or compare-MODEL if it is not {DEFAULT_MODEL})"
@@ -142,6 +160,10 @@ def _compare(options: argparse.Namespace) -> int:
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         token_budget=options.token_budget,
+        order=options.order,
+        admission=options.admission,
+        preemption=options.preemption,
+        prefix_cache=options.prefix_cache,
     )
     own = "compare" if options.model == DEFAULT_MODEL else f"compare-{Path(options.model).name}"
     directory = options.out or Path(own)
@@ -209,3 +231,78 @@ def _facts(name: str, result: Result) -> str:
     if timeline.finish > first:
         facts += f", then {(len(result.tokens) - 1) / (timeline.finish - first):.3g} tokens/s"
     return f"[{facts}]"
+
+
+# ------------------------------------------------------------------------------------------------- minibatch explain
+
+
+def _add_explain(commands: argparse._SubParsersAction) -> None:
+    text = "One request's story, from a trace: when it waited and for what, what was computed, who displaced it."
+    more = (
+        '"needs 6 blocks, 5 free, 1 promised": one of the free ones was promised to somebody else earlier in the same '
+        "iteration. TTFT: arrival to first token. Traces are what `minibatch compare` and `trace.save()` write."
+    )
+    command = commands.add_parser("explain", help=text, description=text, epilog=more)
+    command.set_defaults(command=_explain)
+    command.add_argument("request", metavar="REQUEST", help="its id; of a request with several answers also id#0, ...")
+    command.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a trace, *.jsonl")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    print(explain.describe(Trace.load(options.trace), options.request))
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------- minibatch bench
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    text = "What things cost on this machine. Choose a part, or several."
+    command = _add_command(commands, "bench", _bench, text)
+    command.set_defaults(fail=command.error)
+    group = command.add_argument_group("parts")
+    for name, (_, _, what) in BENCHES.items():
+        group.add_argument(f"--{name}", action="store_true", help=what)
+    group, load = command.add_argument_group("planning"), bench_planning.Load()
+    _option(group, "--running", load.running, "active requests", int)
+    _option(group, "--waiting", load.waiting, "requests in the queue", int)
+    _option(group, "--plans", load.plans, "how often each plan is made", int)
+    group = command.add_argument_group("swap")
+    _option(group, "--longest", 1024, "longest context, in tokens", int)
+    _option(group, "--repeats", 7, "how often each length is measured", int)
+    group = command.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    wanted = {name: part for name, part in BENCHES.items() if getattr(options, name)}
+    if not wanted:
+        options.fail(f"choose a part: {', '.join(f'--{name}' for name in BENCHES)}")
+    load = bench.load_average()
+    found = {name: measure(options) for name, (measure, _, _) in wanted.items()}
+    facts = bench.where(load)
+    if options.json:
+        print(json.dumps({**facts, **{name: asdict(numbers) for name, numbers in found.items()}}, indent=2))
+    else:
+        print(bench.describe_where(facts))
+        for name, (_, describe, _) in wanted.items():
+            print(f"\n{describe(found[name])}")
+    return 0
+
+
+def _bench_planning(options: argparse.Namespace) -> bench_planning.Planning:
+    load = bench_planning.Load(options.running, options.waiting, options.plans)
+    return bench_planning.run(load, progress=not options.quiet)
+
+
+def _bench_swap(options: argparse.Namespace) -> bench_swap.Swapping:
+    model = load_model(options.model, options.dtype, options.device)
+    return bench_swap.run(model, options.longest, options.repeats, progress=not options.quiet)
+
+
+# name -> what measures, what puts it into words, and what it is
+BENCHES: dict[str, tuple[Callable, Callable, str]] = {
+    "planning": (_bench_planning, bench_planning.describe, "what a plan costs, with every policy"),
+    "swap": (_bench_swap, bench_swap.describe, "from which length on swapping is cheaper than recomputing"),
+}

@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from minibatch import reference, workload
+from minibatch import policies, reference, workload
 from minibatch.checks import check_float, check_int
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.continuous_batching import ContinuousBatching
@@ -27,10 +27,19 @@ from minibatch.engine import Engine
 from minibatch.kv_cache import ContiguousKVCache, KVCache
 from minibatch.models import Model
 from minibatch.paged_kv_cache import PagedKVCache
-from minibatch.plan import Scheduler
-from minibatch.request import NeverFits, PromptTooLong, Request, Result, SamplingParams
+from minibatch.plan import PlanError, Scheduler
+from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS, Order
+from minibatch.prefix_cache import PrefixCachedKVCache
+from minibatch.request import EngineStalled, NeverFits, PromptTooLong, Request, Result, SamplingParams
 from minibatch.static_batching import StaticBatching
 from minibatch.trace import Trace
+
+# What is called of a policy, and what is read: one that lacks some of it should fail now, not after minutes.
+POLICIES = {
+    "order": (ORDERS, ("add", "take", "end", "walk", "note"), ("used", "lookahead")),
+    "admission": (ADMISSIONS, ("tokens", "objection", "check"), ("reserves_maximum",)),
+    "preemption": (PREEMPTIONS, ("choose",), ("displaces", "host_tokens")),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,9 @@ class Setup:
     ``block_size``   tokens a block, of paged and chunked
     ``max_num_seqs`` most active requests, where memory does not set the limit first
     ``token_budget`` tokens an iteration, of chunked
+    ``order``        who is next, of all four; ``admission``: does it fit, ``preemption``: who gives way, of all but
+                     static. Names from ``policies/``, or dotted ones (see :func:`minibatch.policies.make`)
+    ``prefix_cache`` whether paged and chunked find computed blocks again
     """
 
     workload: str = "mixed"
@@ -59,9 +71,13 @@ class Setup:
     block_size: int = 16
     max_num_seqs: int = 16
     token_budget: int = 128
+    order: str = "fcfs"
+    admission: str = "watermark"
+    preemption: str = "recompute"
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number that makes no sense."""
+        """Raises ValueError for a number that makes no sense, or a policy that does not exist."""
         for name in ("num_requests", "max_tokens", "block_size", "max_num_seqs", "token_budget"):
             check_int(name, getattr(self, name), 1)
         if self.kv_tokens is not None:
@@ -69,6 +85,21 @@ class Setup:
         check_float("load", self.load, 0.0, math.inf, above=True)
         if self.rate is not None:
             check_float("rate", self.rate, 0.0, math.inf, above=True)
+        for kind in POLICIES:
+            self.make(kind)
+
+    def make(self, kind: str) -> Any:
+        """A new ``order``, ``admission`` or ``preemption``. Raises ValueError that names what is wrong with it."""
+        name, (table, methods, attributes) = getattr(self, kind), POLICIES[kind]
+        try:
+            policy = policies.make(name, table, methods)
+        except Exception as error:  # of any type: it may come from somebody's own module
+            what = error if isinstance(error, ValueError) else f"{name}: {type(error).__name__}: {error}"
+            raise ValueError(f"{kind}: {what}") from error
+        if missing := [attribute for attribute in attributes if not hasattr(policy, attribute)]:
+            base = "derive it from a class of minibatch.policies; an __init__ of its own has to call super().__init__()"
+            raise ValueError(f"{kind}: {name} makes {policy!r}, which has no {', '.join(missing)}: {base}")
+        return policy
 
 
 @dataclass(frozen=True)
@@ -106,19 +137,23 @@ class Comparison:
 def configurations(setup: Setup, kv_tokens: int, slot_size: int) -> dict[str, tuple[Scheduler, KVCache]]:
     """The four, on ``kv_tokens`` tokens of cache; a contiguous slot holds the longest request, ``slot_size`` tokens."""
     slots, blocks = kv_tokens // slot_size, kv_tokens // setup.block_size
-    whole = ContinuousBatching(setup.max_num_seqs, max_num_batched_tokens=max(1024, slot_size))
+    decisions = {"admission": setup.make("admission"), "preemption": setup.make("preemption")}
+    whole = ContinuousBatching(setup.max_num_seqs, max(1024, slot_size), **decisions)
+    cut = ChunkedPrefill(setup.token_budget, setup.max_num_seqs, **decisions)
+    paged = PrefixCachedKVCache if setup.prefix_cache else PagedKVCache
     return {
         "static": (StaticBatching(min(slots, setup.max_num_seqs)), ContiguousKVCache(slots, slot_size)),
         "continuous": (whole, ContiguousKVCache(slots, slot_size)),
-        "paged": (whole, PagedKVCache(blocks, setup.block_size)),
-        "chunked": (ChunkedPrefill(setup.token_budget, setup.max_num_seqs), PagedKVCache(blocks, setup.block_size)),
+        "paged": (whole, paged(blocks, setup.block_size)),
+        "chunked": (cut, paged(blocks, setup.block_size)),
     }
 
 
 def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
     """Every request alone, then the four.
 
-    Raises NeverFits if the budget cannot hold the longest request, PromptTooLong if the model's context cannot.
+    Raises NeverFits if the budget cannot hold the longest request, PromptTooLong if the model's context cannot,
+    PlanError or EngineStalled, with the name of the configuration, if a policy plans nonsense or nothing.
     """
     texts = workload.pick(workload.read_prompts(setup.workload), setup.num_requests, setup.seed)
     requests = workload.build(model.tokenizer, texts, setup.max_tokens)
@@ -143,7 +178,7 @@ def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
         runs = {}
         for number, name in enumerate(parts, start=2):
             bar.set_description(f"{number}/{len(parts) + 1} {name}")
-            runs[name] = _run(model, *parts[name], arriving, solos, {"name": name, **meta}, bar)
+            runs[name] = _run(model, *parts[name], setup.make("order"), arriving, solos, {"name": name, **meta}, bar)
     prompts = {request.request_id: text for request, text in zip(requests, texts, strict=True)}
     return Comparison(setup, kv_tokens, kv_tokens * model.kv_bytes_per_token, rate, solo_seconds, prompts, runs)
 
@@ -161,14 +196,18 @@ def _run(
     model: Model,
     scheduler: Scheduler,
     kv: KVCache,
+    order: Order,
     requests: list[Request],
     solos: dict[str, reference.Solo],
     meta: dict[str, Any],
     bar: tqdm,
 ) -> Run:
     watched = reference.Watched(model)
-    engine = Engine(watched, scheduler, kv, meta=meta)
-    results = engine.run(requests, on_step=lambda report: bar.update(len(report.finished)))
+    engine = Engine(watched, scheduler, kv, order=order, meta=meta)
+    try:
+        results = engine.run(requests, on_step=lambda report: bar.update(len(report.finished)))
+    except (PlanError, EngineStalled) as error:
+        raise type(error)(f"{meta['name']}: {error}") from error
 
     def again(prompt: tuple[int, ...], max_tokens: int) -> reference.Solo:
         return reference.solo(model, Request(prompt, SamplingParams(max_tokens=max_tokens)))

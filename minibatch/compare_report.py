@@ -8,11 +8,17 @@ Columns, besides those of :mod:`minibatch.metrics`:
                  ``idle s``: from first arrival to last finish, waiting for requests
 ``filled``       share of the KV cache that holds tokens of live requests, peak and mean; ``reserved``: set aside and
                  not filled; ``fragmented``: of no use to anyone. Means are over busy seconds
+``found``        prompt tokens that a prefix cache had, so that they were never computed, and their share of all;
+                 ``found again``: after a preemption; ``kept``: share of the KV cache that is nobody's and can be found
+``swapped``      tokens whose K/V went to host memory; ``host peak``: the most that were there at once
+
+The last two groups are printed where there is something to say; in the JSON they always are.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +27,21 @@ import pandas as pd
 
 from minibatch import accounting, metrics, plots
 from minibatch.compare import Comparison
+from minibatch.policies import FCFS
 from minibatch.trace import Trace
 
 LATENCIES = {"queueing_delay": "queueing delay", "ttft": "TTFT", "tbt": "TBT", "e2e": "end-to-end"}
-BANDS = (["work"], ["time", "KV cache"], ["queueing delay", "TTFT"], ["TBT", "end-to-end"])
+BANDS = (
+    ["work"],
+    ["time", "KV cache"],
+    ["prefix cache", "swap"],
+    ["queueing delay", "TTFT"],
+    ["TBT", "end-to-end"],
+)
+UNITS = {"work": "tokens", "prefix cache": "tokens", "swap": "tokens"}  # of the others: seconds
+SHARES = ("useful", "of prompts", "kept")
+WIDTH = 100  # columns of the terminal
+ALIKE = "all requests have the same client and priority"
 
 
 def table(comparison: Comparison) -> pd.DataFrame:
@@ -55,6 +72,12 @@ def _row(trace: Trace) -> dict[tuple[str, str], float]:
         ("KV cache", "reserved"): memory.mean_reserved,
         ("KV cache", "fragmented"): memory.mean_fragmentation,
         ("KV cache", "preemptions"): memory.preemptions,
+        ("prefix cache", "found"): numbers["cached_tokens"],
+        ("prefix cache", "of prompts"): metrics.ratio(numbers["cached_tokens"], numbers["prompt_tokens"]),
+        ("prefix cache", "found again"): numbers["recached_tokens"],
+        ("prefix cache", "kept"): memory.mean_cached,
+        ("swap", "swapped"): numbers["swapped_tokens"],
+        ("swap", "host peak"): steps["kv_host"].max(),
     }
     for latency, title in LATENCIES.items():
         row |= {(title, statistic): numbers[f"{latency}_{statistic.lower()}"] for statistic in ("mean", "P50", "P99")}
@@ -62,28 +85,36 @@ def _row(trace: Trace) -> dict[tuple[str, str], float]:
 
 
 def render(comparison: Comparison) -> str:
-    """The table for a terminal of 100 columns: four bands, each with a title that says the unit."""
+    """The table for a terminal of 100 columns: bands, each with a title that says the unit."""
     numbers = table(comparison)
     kind = "simulated, 1 s an iteration" if _meta(comparison)["clock"] != "real" else "measured"
+    silent = [] if comparison.setup.prefix_cache else ["prefix cache"]
+    silent += [] if numbers["swap", "swapped"].any() else ["swap"]
     bands = []
     for groups in BANDS:
-        band = numbers.loc[:, [column for column in numbers.columns if column[0] in groups]]
-        shown = pd.DataFrame({_heading(column): band[column].map(_format(*column)) for column in band.columns})
-        unit = "tokens" if groups == ["work"] else f"seconds, {kind}"
-        bands.append(f"{' | '.join(groups)} ({unit})\n{shown.to_string()}")
+        groups = [group for group in groups if group not in silent]
+        if groups:
+            unit = UNITS.get(groups[0], f"seconds, {kind}")
+            bands.append(f"{' | '.join(groups)} ({unit})\n{_band(numbers, groups).to_string()}")
     return "\n\n".join(bands)
+
+
+def _band(numbers: pd.DataFrame, groups: list[str]) -> pd.DataFrame:
+    columns = [column for column in numbers.columns if column[0] in groups]
+    return pd.DataFrame({_heading(column): numbers[column].map(_format(*column)) for column in columns})
 
 
 def _heading(column: tuple[str, str]) -> str:
     group, name = column
+    name = "filled" if name == "mean filled" else name
     return {"queueing delay": "wait ", "TTFT": "TTFT ", "TBT": "TBT ", "end-to-end": "e2e "}.get(group, "") + name
 
 
 def _format(group: str, name: str) -> Any:
-    if name == "preemptions" or (group == "work" and name != "useful"):
-        return lambda value: f"{value:.0f}"
-    if group == "KV cache" or name == "useful":
+    if name in SHARES or (group == "KV cache" and name != "preemptions"):
         return lambda value: f"{value:.1%}"
+    if name == "preemptions" or group in UNITS:
+        return lambda value: f"{value:.0f}"
     return lambda value: f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -94,15 +125,22 @@ def describe(comparison: Comparison) -> str:
     lines = [
         f"model       {', '.join(str(meta[key]) for key in ('model', 'dtype', 'device', 'source') if key in meta)}",
         f"machine     {meta['machine']}",
-        f"workload    {meta['workload']}, seed {meta['seed']}",
+        *_wrap(f"{'workload':<12}", f"{meta['workload']}, seed {meta['seed']}"),
         f"            (the same arrival times again: --rate {comparison.rate!r})",
         f"KV cache    {budget} for every configuration",
     ]
+    if meta["order"] != repr(FCFS()):
+        lines += [f"order       {meta['order']} in every configuration", f"{'':<12}({ALIKE})"]
     for name, run in comparison.runs.items():
-        lines += [f"{name:<12}{run.trace.meta['scheduler']}", f"{'':<12}on {run.trace.meta['kv_cache']}"]
+        lines += _wrap(f"{name:<12}", f"{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}")
     lines += ["", render(comparison), "", _decode_costs(comparison), "", "tokens, against solo generation"]
     lines += [f"{name:<12}{run.verdict}" for name, run in comparison.runs.items()]
     return "\n".join(lines)
+
+
+def _wrap(head: str, text: str) -> list[str]:
+    indent = " " * len(head)
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _decode_costs(comparison: Comparison) -> str:
@@ -137,7 +175,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "setup": asdict(comparison.setup),
         "kind": "simulated" if meta["clock"] != "real" else "measured",
-        "meta": {key: value for key, value in meta.items() if key not in ("name", "scheduler", "kv_cache")},
+        "meta": {key: value for key, value in meta.items() if key not in ("name", "scheduler", "kv_cache", "order")},
         "kv_tokens": comparison.kv_tokens,
         "kv_bytes": comparison.kv_bytes,
         "rate": comparison.rate,
@@ -146,6 +184,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             name: {
                 "scheduler": run.trace.meta["scheduler"],
                 "kv_cache": run.trace.meta["kv_cache"],
+                "order": run.trace.meta["order"],
                 "numbers": {" ".join(column): _plain(rows.loc[name, column]) for column in rows.columns},
                 "equality": {**asdict(run.verdict), "holds": run.verdict.holds},
             }

@@ -177,8 +177,9 @@ class Engine:
             if request.arrival_time is None:
                 self._deliver(now)
                 self._check_queue()
-        except RequestRefused:
+        except RequestRefused as error:
             timeline.finish, timeline.finish_reason = timeline.arrival, "rejected"
+            timeline.error = f"{type(error).__name__}: {error}"
             raise
         for answer in (state, *state.siblings):
             if request.params.seed is None:

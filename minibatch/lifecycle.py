@@ -62,7 +62,12 @@ class Lifecycle:
     def arrive(self, state: RequestState) -> None:
         state.status, state.rank = Status.WAITING, self._num_arrived
         self._num_arrived += 1
-        self.queue.add(state)
+        try:
+            self.queue.add(state)
+        except Exception as error:  # of an order that is not ours: nobody is to be lost for it
+            for answer in (state, *state.siblings):
+                self.finish(answer, "rejected", state.arrival_time, error)
+            raise
         self.changes.arrived.append(state.label)
 
     def preempt(self, preemption: Preemption, now: float) -> None:
@@ -173,6 +178,7 @@ class Lifecycle:
         self.changes.finished.append((state.label, reason))
         self.queue.end(state)
         state.result = self.results[state.request_id] = state.to_result(error)
+        timeline.error = state.result.error
         group = state.group
         if group is not None and group.is_finished:
             group.result = self.results[group.request_id] = group.to_result()

@@ -21,6 +21,7 @@ from minibatch.models import Model
 from minibatch.models.pretrained import DEFAULT_MODEL
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Scheduler
+from minibatch.policies.queueing import Order
 from minibatch.request import InvalidPrompt, Request, Result, SamplingParams
 from minibatch.streaming import Stream
 from minibatch.trace import Timeline
@@ -60,6 +61,7 @@ class LLM:
     """``model`` is a name, a Hub id, a local path, or an executor such as ``ToyModel()``.
 
     ``scheduler``, ``kv_cache``        default: chunked prefill on a paged cache
+    ``order``                          who is next, default: first come, first served
     ``kv_cache_memory_bytes``          size of the default cache, which never has more than ``MOST_KV_TOKENS`` tokens
     ``dtype``, ``device``              of a model that is loaded by name
     """
@@ -72,6 +74,7 @@ class LLM:
         device: str = "cpu",
         scheduler: Scheduler | None = None,
         kv_cache: KVCache | None = None,
+        order: Order | None = None,
         kv_cache_memory_bytes: int = 512 * 2**20,
         max_model_len: int | None = None,
         seed: int | None = None,
@@ -81,7 +84,7 @@ class LLM:
             num_tokens = min(kv_cache_memory_bytes // self.model.kv_bytes_per_token, MOST_KV_TOKENS)
             kv_cache = PagedKVCache(num_blocks=max(num_tokens // 16, 1), block_size=16)
         scheduler = scheduler or ChunkedPrefill(token_budget=512, max_num_seqs=32)
-        self.engine = Engine(self.model, scheduler, kv_cache, max_model_len=max_model_len, seed=seed)
+        self.engine = Engine(self.model, scheduler, kv_cache, order=order, max_model_len=max_model_len, seed=seed)
 
     @property
     def tokenizer(self) -> Any:

@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patheffects import withStroke
 
-from minibatch.plot_style import LINES, MARKS, RESIDENT, TOKENS
+from minibatch.plot_style import FOUND, LINES, MARKS, RESIDENT, TOKENS
 from minibatch.trace import StepReport, Trace
 
 FEW = 48  # iterations that are still drawn as single cells, with the number of tokens in those of more than one
 CELL, THIN = 0.4, 0.12  # half heights, of a row's 1
-LOOKS = {**TOKENS, "resident": RESIDENT}
+LOOKS = {**TOKENS, "resident": RESIDENT, "found": FOUND}
 Places = Callable[[StepReport], dict[str, int]]
 
 
@@ -31,13 +31,13 @@ class Cells:
 
     ``spans``   kind -> [row, left, right]; the kinds of ``LOOKS`` and ``LINES``
     ``marks``   kind -> (x, row); the kinds of ``MARKS``
-    ``counts``  (x, row, tokens, phase) of the chunks of more than one token
+    ``counts``  (left, right, row, tokens, kind) of the cells that stand for more than one token
     ``stays``   [request id, row, left, right]: its unbroken presence there
     """
 
     spans: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
     marks: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    counts: list[tuple[float, int, int, str]] = field(default_factory=list)
+    counts: list[tuple[float, float, int, int, str]] = field(default_factory=list)
     stays: list[list] = field(default_factory=list)
     _last: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     _stay: dict[str, list] = field(default_factory=dict)
@@ -88,36 +88,44 @@ def read(trace: Trace, rows: str = "requests") -> Cells:
 def _read_step(step: StepReport, place: dict[str, int], absent: dict[str, str], cells: Cells) -> None:
     left, right = step.index - 0.5, step.index + 0.5
     executed = {row.request_id for row in (*step.members, *step.padding)}
+    forked = {fork.request_id for fork in step.forked}
     for request_id in step.arrived:
         absent[request_id] = "waiting"
         cells.mark("arrived", left, place.get(request_id))
-    absent.update((preempted.request_id, "preempted") for preempted in step.preempted)
+    absent.update((change.request_id, "swapped" if change.swapped else "preempted") for change in step.preempted)
+    for request_id in forked:
+        cells.mark("forked", right, place.get(request_id))
     for request_id, reason in step.finished:
-        at = right if request_id in executed else left  # one that was not executed ended before the iteration began
+        at = right if request_id in executed | forked else left  # others ended before the iteration began
         kind = "finished" if reason in ("stop", "length") else "ended"
         cells.mark(kind, at, place.get(request_id))
     for request_id in (*(a.request_id for a in step.admitted), *executed, *(name for name, _ in step.finished)):
         absent.pop(request_id, None)
-    for kind, request_id, start, stop, tokens in _cells_of(step, executed):
+    for kind, request_id, start, stop, tokens in _cells_of(step, executed | forked):
         cells.add(kind, place[request_id], start, stop)
         cells.stay(request_id, place[request_id], left, right)
-        if tokens > 1 and stop - start >= 0.4:  # beside left pads there may be no room for a number
-            cells.counts.append(((start + stop) / 2, place[request_id], tokens, kind))
+        if tokens > 1 and kind != "left_padding":
+            cells.counts.append((start, stop, place[request_id], tokens, kind))
     for request_id, kind in absent.items():
         if request_id in place:
             cells.add(kind, place[request_id], left, right)
 
 
 def _cells_of(step: StepReport, executed: set[str]) -> Iterator[tuple[str, str, float, float, int]]:
-    """(kind, request id, left, right, tokens). Left pads take their share of the cell that they fill up."""
+    """(kind, request id, left, right, tokens). Left pads, and tokens that a prefix cache had, take their share of the
+    cell of those that are computed."""
     left, right = step.index - 0.5, step.index + 0.5
     pads = {pad.request_id: pad.num_tokens for pad in step.padding if not pad.dead}
+    found = {admitted.request_id: admitted.cached for admitted in step.admitted}
     for member in step.members:
-        padded, tokens = pads.get(member.request_id, 0), member.stop - member.start
-        middle = left + padded / (padded + tokens)
-        if padded:
-            yield "left_padding", member.request_id, left, middle, 0
-        yield member.phase, member.request_id, middle, right, tokens
+        name, done = member.request_id, 0
+        parts = {"left_padding": pads.get(name, 0), "found": found.get(name, 0)}
+        parts[member.phase] = member.stop - member.start
+        whole = sum(parts.values())
+        for kind, tokens in parts.items():
+            if tokens:
+                yield kind, name, left + done / whole, left + (done + tokens) / whole, tokens
+                done += tokens
     for pad in step.padding:
         if pad.dead:
             yield "dead_padding", pad.request_id, left, right, 0
@@ -211,10 +219,11 @@ def _single_cells(ax: Axes, cells: Cells, num_steps: int) -> None:
     ax.vlines(np.arange(left + 1, right), -0.5, ax.get_ylim()[0], colors="white", linewidths=0.8, zorder=3)
     if _row_height(ax, cells.num_rows) < 10:
         return
-    for x, row, tokens, phase in cells.counts:
-        if len(str(tokens)) * num_steps <= 150:
-            text = ax.text(x, row, str(tokens), ha="center", va="center", fontsize=7, color="white", zorder=6)
-            if phase != "prefill":  # hatched
+    for start, stop, row, tokens, kind in cells.counts:
+        if (len(str(tokens)) + 0.3) * num_steps <= 150 * (stop - start):
+            middle = (start + stop) / 2
+            text = ax.text(middle, row, str(tokens), ha="center", va="center", fontsize=7, color="white", zorder=6)
+            if kind != "prefill":  # light, or hatched
                 text.set(color="black", path_effects=[withStroke(linewidth=2, foreground="white")])
 
 
@@ -224,8 +233,14 @@ def _ticks(ax: Axes, count: int) -> range:
 
 
 def _label_requests(ax: Axes, trace: Trace, count: int) -> None:
-    """All ids, or every n-th where they would touch."""
+    """All ids, or every n-th where they would touch; with client and priority, where these differ."""
     names = {row: name for name, row in _arrival_order(trace)(trace.steps[0]).items()}
+    who = {t.request_id: t for t in trace.timelines}
+    differ = [what for what in ("client", "priority") if len({getattr(t, what) for t in who.values()}) > 1]
+    if differ:
+        ax.set_ylabel(f"request ({', '.join(differ)})")
+        for row, name in names.items():
+            names[row] = f"{name} ({', '.join(str(getattr(who[name], what)) for what in differ)})"
     ticks = _ticks(ax, count)
     ax.set_yticks(ticks, [names[row] for row in ticks])
 

@@ -59,7 +59,10 @@ class PlanDraft:
         """Admits waiting requests in the queue's order, until one, and ``lookahead`` more, do not fit."""
         asked: set[RequestState] = set()
         first, refused = None, 0
-        for request in queue.walk(self, now):
+        walk = queue.walk(self, now)
+        if not isinstance(walk, Iterable):
+            raise PlanError(f"{queue!r} walks over {walk!r}: walk has to return, or be, an iterator over its requests")
+        for request in walk:
             if request in asked or request not in queue:
                 what = "twice" if request in asked else "which does not wait in it"
                 raise PlanError(f"{queue!r} named {getattr(request, 'label', request)}, {what}")

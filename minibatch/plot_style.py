@@ -7,6 +7,7 @@ Figures are 800 pixels wide at 100 dpi, made without pyplot, so nothing global i
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.path import Path as MarkerPath
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -51,19 +53,23 @@ MEMORY = {
     "filled": Look("filled", "#009E73"),
     "fragmentation": Look("fragmentation", "#D55E00", "xxxx", "#6B2A00"),
     "reserved": Look("reserved, unused", "#F0E442", "////", "#8A8000"),
-    "cached": Look("nobody's, cached prefix", "#B9DDF2"),
+    "cached": Look("free, keeps a prefix", "#A9D3EE"),
     "free": Look("free", "#F4F4F4"),
 }
 RESIDENT = Look("holds memory, does not run", "#56B4E9")
+FOUND = Look("found in the prefix cache", MEMORY["cached"].color)
 
 # Lines and marks: label and style. The marks are of single moments.
 LINES = {
     "waiting": ("waiting", {"color": "#999999", "linewidth": 1.0, "linestyle": "-"}),
-    "preempted": ("preempted, waits again", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
+    "preempted": ("preempted, K/V lost", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
+    "swapped": ("preempted, K/V on the host", {"color": "#009E73", "linewidth": 2.4, "linestyle": (0, (0.8, 0.8))}),
 }
 ARROW = [(-1, -0.7), (0, 0), (-1, 0.7)]  # its tip is at the time of arrival
+BRANCH = MarkerPath([(-0.5, 1), (-0.5, 0), (0.2, 0)])  # from the row above
 MARKS = {
     "arrived": ("arrival", {"marker": ARROW, "color": "#666666", "markersize": 8, "markeredgewidth": 0, "zorder": 5}),
+    "forked": ("forks off", {"marker": BRANCH, "color": "black", "fillstyle": "none", "markersize": 12, "zorder": 5}),
     "finished": ("finished", {"marker": "|", "color": "black", "markersize": 9, "markeredgewidth": 2.0, "zorder": 5}),
     "ended": ("aborted or refused", {"marker": "x", "color": "black", "markersize": 5, "zorder": 5}),
 }
@@ -71,6 +77,7 @@ BUDGET = ("token budget", {"color": "black", "linewidth": 1.2, "linestyle": "--"
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi
 DPI = 100
+LETTERS = 100  # of a title that is as wide as the axes
 SMALL = 8  # points: ticks, legends, footers
 RC = {"hatch.linewidth": 0.6, "font.size": 9.0}
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "minibatch"}  # text stays text, and the same figure the same file
@@ -90,13 +97,19 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def tidy(ax: Axes, title: str, xlabel: str, ylabel: str) -> None:
-    ax.set_title(title, loc="left", fontsize=10)
+    ax.set_title(_broken(title), loc="left", fontsize=10)
     ax.set_xlabel(xlabel, fontsize=9)
     ax.set_ylabel(ylabel, fontsize=9)
     ax.tick_params(labelsize=SMALL)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
+
+
+def _broken(title: str) -> str:
+    """A title that is too long for a line, broken after commas."""
+    glued = title.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    return textwrap.fill(glued, LETTERS, break_long_words=False).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def legend(ax: Axes, panels: Iterable[Axes]) -> None:
@@ -133,7 +146,7 @@ def _columns(labels: list[str], room: float) -> int:
 
 def _entries() -> Iterator[Artist]:
     """Everything that can be in a picture, in the order of a legend."""
-    for look in (*TOKENS.values(), RESIDENT, *MEMORY.values()):
+    for look in (FOUND, *TOKENS.values(), RESIDENT, *MEMORY.values()):
         edge = look.ink if look.hatch else "#BBBBBB"  # an edge, so that near-white can be seen on white
         yield Patch(facecolor=look.color, edgecolor=edge, hatch=look.hatch, linewidth=0.5, label=look.label)
     for label, style in (*LINES.values(), BUDGET, *MARKS.values()):

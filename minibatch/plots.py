@@ -133,7 +133,10 @@ def _limits(traces: Iterable[Trace]) -> Limits:
 def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:
     done = work(trace)
     says = f"{_count(len(trace.steps), 'iteration')}, {done.useful_rows} of {done.executed_rows} row-iterations useful"
-    says += f", {done.recomputed:,} tokens recomputed" if done.recomputed else ""
+    swapped = sum(step.swapped_out for step in trace.steps)
+    kinds = {"recomputed": done.recomputed, "cached": _cached(trace), "swapped": swapped}
+    tokens = [f"{number:,} {kind}" for kind, number in kinds.items() if number]
+    says += f", tokens: {', '.join(tokens)}" if tokens else ""
     _tidy(ax, trace, name, says + _preemptions(trace), "request" if rows == "requests" else "place in the batch")
     if trace.steps:
         membership_plot.draw(ax, trace, limits, rows)
@@ -142,6 +145,8 @@ def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "
 def _kv_memory(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
     used = memory(trace)
     says = f"{used.mean_filled:.0%} filled on average, at most {used.peak_filled:.0%}"
+    on_host = max((step.kv.host for step in trace.steps), default=0)
+    says += f", up to {on_host:,} more rows on the host" if on_host else ""
     _tidy(ax, trace, name, says + _preemptions(trace), "% of KV cache")
     if trace.steps:
         steps = steps_table(trace)
@@ -164,6 +169,7 @@ def _capacity(ax: Axes, rows: int) -> None:
 def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
     done = work(trace)
     says = f"{done.executed:,} tokens executed, {done.useful_share:.0%} useful"
+    says += f", {_cached(trace):,} cached" if _cached(trace) else ""
     _tidy(ax, trace, name, says + _preemptions(trace), "tokens")
     if trace.steps:
         steps = steps_table(trace)
@@ -219,6 +225,11 @@ def _tidy(ax: Axes, trace: Trace, name: str, says: str, ylabel: str) -> None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _cached(trace: Trace) -> int:
+    """Tokens that did not have to be computed, because a prefix cache had them."""
+    return sum(step.cached for step in trace.steps)
 
 
 def _preemptions(trace: Trace) -> str:

@@ -165,6 +165,7 @@ class Timeline:
     ``num_cached``   prompt tokens that it never had to compute: a prefix cache had them when it was first admitted, or
                      the first answer to the same prompt computed them
     ``num_recached`` tokens found in the prefix cache after a preemption; they may be its own
+    ``error``        why it was refused, or what broke
     ``num_swapped``  tokens whose K/V was copied to host memory, and as many came back unless it ended there
     ``scheduled``    start of the first iteration that computed any of its tokens; None if there was none
     ``token_times``  end of the iteration that emitted each token
@@ -188,6 +189,7 @@ class Timeline:
     group: str | None = None
     finish: float | None = None
     finish_reason: str | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -220,7 +222,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Reads what ``save`` wrote; raises ValueError naming file and line for anything else."""
         trace, has_header = cls(), False
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     has_header |= trace._take(json.loads(line)) == "meta"

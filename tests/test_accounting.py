@@ -9,10 +9,12 @@ from helpers import CONFIGURATIONS, ask, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minibatch import Trace
+from minibatch import ChunkedPrefill, Engine, ToyModel, Trace
 from minibatch.accounting import Work, memory, work, work_table
 from minibatch.kv_cache import KVSnapshot
 from minibatch.metrics import requests_table, steps_table
+from minibatch.policies import Swap
+from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.trace import Member, PadRow, StepReport, Timeline
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -108,6 +110,30 @@ def test_memory_is_weighted_by_time():
     assert used.mean_reserved == pytest.approx(40 / 400)
     assert used.mean_fragmentation == pytest.approx((2 * 1 + 10 * 3) / 400)
     assert used.mean_free == pytest.approx((48 + 30) / 400)
+
+
+def test_what_is_kept_for_a_prefix_cache_is_a_part_of_its_own():
+    """Fault: rows that nobody holds and a prefix cache may still find count as filled, or as simply free."""
+    trace = Trace(steps=[step(0, kv=(100, 10, 40, 2)), step(1, kv=(100, 20, 0, 0))])
+    trace.steps[1] = replace(trace.steps[1], kv=replace(trace.steps[1].kv, cached=30, free=50))
+    used = memory(trace)
+    assert (used.mean_cached, used.mean_free) == pytest.approx((0.15, 0.49))
+    assert used.mean_filled + used.mean_reserved + used.mean_fragmentation == pytest.approx(0.36)
+
+
+def test_tokens_from_a_prefix_cache_and_swapped_ones_are_computed_once_or_not_at_all():
+    """Fault: found tokens count as prefill, or a swap as recomputation."""
+    rng = random.Random(3)
+    prompts = [[*range(8), *(rng.randrange(100) for _ in range(rng.randint(2, 9)))] for _ in range(12)]
+    engine = Engine(ToyModel(), ChunkedPrefill(8, 4, preemption=Swap()), PrefixCachedKVCache(10, 4))
+    engine.run([ask(f"r{i}", prompt, rng.randint(2, 12), at=0.7 * i) for i, prompt in enumerate(prompts)])
+    done, ends = work_table(engine.trace), requests_table(engine.trace).set_index("request_id")
+    assert (done["prefill"] + ends["num_cached"] == ends["num_prompt"]).all() and (ends["num_cached"] > 0).sum() > 5
+    assert (done["decode"] == ends["num_generated"] - 1).all()
+    assert done["recomputed"].sum() == 0 and ends["num_swapped"].sum() > 8
+    used = memory(engine.trace)
+    parts = ("filled", "reserved", "fragmentation", "cached", "free")
+    assert sum(getattr(used, f"mean_{part}") for part in parts) == pytest.approx(1) and used.mean_cached > 0
 
 
 def test_reserving_the_maximum_costs_memory_and_paging_gives_it_back():

@@ -9,8 +9,10 @@ from helpers import CONFIGURATIONS, ask, make_engine, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minibatch import Trace
+from minibatch import ContinuousBatching, Engine, ToyModel, Trace
 from minibatch.chrome_trace import ENGINE, REQUESTS, events, save
+from minibatch.policies import Swap
+from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.trace import Timeline
 
 
@@ -90,6 +92,23 @@ def test_counters_hold_the_numbers_of_their_iteration():
         assert rows["ts"] == requests["ts"] == step.index * 10**6
         assert sum(rows["args"].values()) == step.kv.capacity and rows["args"]["filled"] == step.kv.filled
         assert requests["args"] == {"running": len(step.members), "waiting": step.num_waiting}
+
+
+def test_prefix_hits_swaps_and_forks_have_valid_tracks_and_their_numbers():
+    """Fault: a fork makes spans that overlap, or cached and swapped tokens are missing in the iteration's facts."""
+    prompts = [[*range(8), 50 + i, 60 + i, 70 + i] for i in range(8)]
+    engine = Engine(ToyModel(), ContinuousBatching(6, 64, preemption=Swap()), PrefixCachedKVCache(11, 4))
+    engine.run([ask(f"r{i}", p, 1 + 2 * (i % 5), at=0.7 * i, n=1 + i % 2) for i, p in enumerate(prompts)])
+    trace = engine.trace
+    assert sum(s.cached for s in trace.steps) and sum(s.swapped_out for s in trace.steps)
+    assert sum(len(s.forked) for s in trace.steps) == 4
+    check(events(trace))
+    iterations = [e for e in events(trace) if e["ph"] == "X" and e["pid"] == ENGINE]
+    for event, step in zip(iterations, trace.steps, strict=True):
+        for name in ("cached", "swapped_out", "swapped_in"):
+            assert event["args"][name] == getattr(step, name)
+    kv = [e["args"] for e in events(trace) if e["ph"] == "C" and e["name"] == "KV rows"]
+    assert [e["cached"] for e in kv] == [s.kv.cached for s in trace.steps] and max(e["cached"] for e in kv) > 0
 
 
 def test_waiting_comes_before_the_first_run():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -74,15 +75,222 @@ def test_generate_gives_the_same_answer_with_every_scheduler(scheduler, capsys):
     assert answer(scheduler) == answer("static")
 
 
-@pytest.mark.parametrize("command", ["compare", "generate"])
+MODEL = ("--model", "--dtype", "--device")
+POLICIES = ("--order", "round-robin", "--admission", "forecast", "--preemption", "most-blocks", "--prefix-cache")
+HELP = {
+    "compare": (*MODEL, "--workload", "--kv-tokens", "--out", "--json", "--seed", *POLICIES),
+    "generate": MODEL,
+    "explain": ("REQUEST", "--trace", "5 free, 1 promised"),
+}
+
+
+@pytest.mark.parametrize("command", HELP)
 def test_help_names_the_options(command):
     done = minibatch(command, "--help")
+    words = " ".join(done.stdout.split())
     assert done.returncode == 0
-    for option in ("--model", "--dtype", "--device"):
-        assert option in done.stdout
-    if command == "compare":
-        for option in ("--workload", "--kv-tokens", "--out", "--json", "--seed"):
-            assert option in done.stdout
+    for option in HELP[command]:
+        assert option in words
+
+
+# ---------------------------------------------------------------- policies of compare
+
+TIGHT = [*COMPARE, "--load", "50", "--kv-tokens", "160", "--block-size", "8", "--max-tokens", "24"]
+MINE = """
+from minibatch.policies import Optimistic, Order, Recompute, Swap
+
+
+class ShortPromptsFirst(Order):
+    def key(self, request):
+        return request.num_prompt
+
+
+class Hurried(Optimistic):
+    def tokens(self, request, size):
+        return size
+
+
+def biggest(candidates, memory):
+    return max(candidates, key=memory.held)
+
+
+def SwapTheBiggest():
+    return Swap(victim=biggest)
+
+
+class Twice(Order):
+    def walk(self, draft, now):
+        for request in self:
+            yield request
+            yield request
+
+
+class Greedy(Optimistic):
+    def tokens(self, request, size):
+        return 10**6
+
+
+def Strange():
+    return Recompute(victim=lambda candidates, memory: "nobody")
+
+
+class WithoutIndex(Order):
+    def __init__(self):
+        pass
+
+
+class Half:
+    def tokens(self, request, size):
+        return size
+
+
+def needs(more):
+    return more
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The working directory has a module of policies. No pictures are drawn, which takes seconds."""
+    monkeypatch.setattr("minibatch.plots.compare_figures", lambda traces: {})
+    (tmp_path / "my_policies.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_policies", raising=False)
+    yield tmp_path
+    sys.modules.pop("my_policies", None)
+
+
+def test_compare_with_policies_and_a_prefix_cache(mine, capsys):
+    """Fault: an option reaches no configuration, or the wrong ones, or its effect is in no number."""
+    (mine / "prompts.txt").write_text("".join(f"the same beginning of them all, then {i}\n" for i in range(6)))
+    options = ["--order", "fair", "--admission", "optimistic", "--preemption", "swap", "--prefix-cache"]
+    assert main([*TIGHT, "--workload", "prompts.txt", *options]) == 0
+    told = capsys.readouterr().out
+    assert "order       Fair(input_weight=1, output_weight=2) in every configuration" in told
+    assert "prefix cache | swap (tokens)" in told and "found of prompts found again" in told
+    assert all(len(line) <= 100 for line in told.splitlines() if not line.startswith("written to "))
+    moved = {}
+    for name in ("continuous", "paged", "chunked", "static"):
+        trace = Trace.load(mine / "compare-toy" / f"{name}.trace.jsonl")
+        meta, moved[name] = (
+            trace.meta,
+            [sum(getattr(s, what) for s in trace.steps) for what in ("cached", "swapped_out")],
+        )
+        assert meta["order"].startswith("Fair(")
+        assert ("PrefixCachedKVCache" in meta["kv_cache"]) == (name in ("paged", "chunked"))
+        for part in ("admission=Optimistic()", "preemption=Swap("):
+            assert (part in meta["scheduler"]) == (name != "static")
+    numbers = json.loads((mine / "compare-toy" / "compare.json").read_text())
+    assert numbers["setup"]["order"] == "fair" and numbers["setup"]["prefix_cache"] is True
+    for name, configuration in numbers["configurations"].items():
+        values, on_blocks = configuration["numbers"], name in ("paged", "chunked")
+        assert configuration["order"].startswith("Fair(")
+        assert [values["prefix cache found"], values["swap swapped"]] == moved[name]
+        assert (values["prefix cache found"] > 0) == (values["prefix cache of prompts"] > 0) == on_blocks
+        assert (values["swap swapped"] > 0) == (values["swap host peak"] > 0) == on_blocks
+        assert values["work recomputed"] == 0
+
+
+def test_compare_says_nothing_of_policies_that_nobody_asked_for(mine, capsys):
+    """Fault: every reader gets columns of zeros; or an order that is the default is announced."""
+    assert main(COMPARE) == 0
+    told = capsys.readouterr().out
+    assert "prefix cache" not in told and "swap" not in told and "order  " not in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--order", "my_policies:ShortPromptsFirst"],
+        ["--admission", "my_policies:Hurried"],
+        ["--preemption", "my_policies:SwapTheBiggest"],
+    ],
+    ids=lambda options: options[1],
+)
+def test_compare_takes_policies_from_the_working_directory(options, mine, capsys):
+    """Fault: a policy of one's own cannot be given, or is ignored."""
+    assert main([*TIGHT, *options]) == 0
+    shown = {"order": "ShortPromptsFirst()", "admission": "admission=Hurried()", "preemption": "Swap(victim=biggest"}
+    assert shown[options[0][2:]] in " ".join(capsys.readouterr().out.split())
+
+
+BAD_POLICIES = [
+    (["--order", "nope"], 2, "order: no policy 'nope': there are fcfs, skip, priority"),
+    (["--order", "no_such_module:X"], 2, "order: no policy 'no_such_module:X': No module named 'no_such_module'"),
+    (["--admission", "my_policies:X"], 2, "admission: no policy 'my_policies:X'"),
+    (["--order", "my_policies:WithoutIndex"], 2, "which has no used"),
+    (["--admission", "my_policies:Half"], 2, "which has no objection, check"),
+    (["--preemption", "my_policies:number"], 2, "my_policies:number is 3: give a class, or a function"),
+    (["--preemption", "my_policies:needs"], 2, "preemption: my_policies:needs: TypeError"),
+    (["--order", "my_policies:Twice"], 5, "static: Twice() named r"),
+    (["--admission", "my_policies:Greedy"], 5, "continuous: Greedy() sets aside 1000000 tokens for r"),
+    (["--preemption", "my_policies:Strange"], 5, "chose nobody, which does not run"),
+    (["--preemption", "never", "--admission", "optimistic"], 5, "paged: ContinuousBatching planned nothing"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "words"), BAD_POLICIES, ids=[case[0][1] for case in BAD_POLICIES])
+def test_a_bad_policy_is_named_and_ends_with_a_code(options, code, words, mine, capsys):
+    """Fault: a traceback from the depths of a plan; or a typing error is noticed after minutes."""
+    assert main([*TIGHT, *options]) == code
+    told = capsys.readouterr().err
+    assert words in told and "Traceback" not in told
+    assert {path.name for path in mine.iterdir()} <= {"my_policies.py", "__pycache__"}
+
+
+# ---------------------------------------------------------------- explain
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("compared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minibatch.plots.compare_figures", lambda traces: {})
+        assert main([*TIGHT, "--out", str(directory)]) == 0
+    return directory
+
+
+def test_explain_tells_the_story_of_a_request(compared, capsys):
+    """Fault: the command tells something else than the trace."""
+    capsys.readouterr()
+    path = compared / "paged.trace.jsonl"
+    name = max(Trace.load(path).timelines, key=lambda t: t.num_preemptions).request_id
+    assert main(["explain", name, "--trace", str(path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{name}: prompt ") and told.err == ""
+    for words in ("arrived", "admitted", "preempted", "computed again", "ended by length", "Times are seconds"):
+        assert words in told.out
+    assert max(map(len, told.out.splitlines())) <= 100
+
+
+def test_explain_ends_quietly_when_its_reader_has_gone(compared):
+    """Fault: `minibatch explain ... | head -1` ends with a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "minibatch", "explain", "r0", "--trace", str(compared / "paged.trace.jsonl")]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    os.close(write)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_explain_says_what_it_cannot_explain(compared, tmp_path, capsys):
+    """Fault: a wrong id or file is a traceback, or looks like a story."""
+    path = compared / "paged.trace.jsonl"
+    (tmp_path / "notes.txt").write_text("not a trace\n")
+    for arguments, words in (
+        (["r55", "--trace", str(path)], "no request 'r55' in this trace; close to it: r5"),
+        (["r0", "--trace", str(tmp_path / "none.jsonl")], "none.jsonl"),
+        (["r0", "--trace", str(tmp_path / "notes.txt")], "notes.txt:1 is not a line of a minibatch trace"),
+        (["r0", "--trace", str(tmp_path)], str(tmp_path)),
+    ):
+        capsys.readouterr()
+        assert main(["explain", *arguments]) == 2
+        told = capsys.readouterr()
+        assert words in told.err and told.out == ""
 
 
 REFUSED = [

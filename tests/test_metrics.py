@@ -11,10 +11,12 @@ from helpers import CONFIGURATIONS, ScriptedModel, ask, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minibatch import ContinuousBatching, Engine, PagedKVCache, ToyModel, Trace
+from minibatch import ChunkedPrefill, ContinuousBatching, Engine, PagedKVCache, ToyModel, Trace
 from minibatch.accounting import work_table
 from minibatch.clock import VirtualClock
 from minibatch.metrics import LATENCIES, gaps, goodput, latencies, makespan, requests_table, split, steps_table, summary
+from minibatch.policies import Recompute, Swap
+from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.trace import Timeline
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -275,6 +277,33 @@ def test_tables_have_one_row_each_and_the_types_of_a_full_table_when_empty():
     assert (steps["padding"] >= steps["dead_padding"]).all() and steps["dead_padding"].any()
     assert steps["arrived"].sum() == steps["admitted"].sum() == steps["finished"].sum() == len(requests)
     assert (steps["duration"] == 1).all()
+
+
+def test_cached_and_swapped_tokens_are_the_same_in_steps_requests_and_summary():
+    """Fault: what a prefix cache and swapping moved is counted in one table and not in another, or twice."""
+    rng = random.Random(3)
+    prompts = [[*range(8), *(rng.randrange(100) for _ in range(rng.randint(2, 9)))] for _ in range(12)]
+    for preemption in (Swap(), Recompute()):
+        engine = Engine(ToyModel(), ChunkedPrefill(8, 4, preemption=preemption), PrefixCachedKVCache(10, 4))
+        engine.run([ask(f"r{i}", prompt, rng.randint(2, 12), at=0.7 * i) for i, prompt in enumerate(prompts)])
+        steps, requests, numbers = steps_table(engine.trace), requests_table(engine.trace), summary(engine.trace)
+        assert steps["cached"].sum() == numbers["cached_tokens"] + numbers["recached_tokens"] > 0
+        assert requests["num_cached"].sum() == numbers["cached_tokens"] > 0
+        assert requests["num_recached"].sum() == numbers["recached_tokens"]
+        assert steps["swapped_out"].sum() == steps["swapped_in"].sum() == numbers["swapped_tokens"]
+        assert requests["num_swapped"].sum() == numbers["swapped_tokens"]
+        assert (numbers["swapped_tokens"] > 0) == isinstance(preemption, Swap) == (numbers["recached_tokens"] == 0)
+        assert ((steps["swapped_out"] - steps["swapped_in"]).cumsum() == steps["kv_host"]).all()
+
+
+def test_forked_answers_are_counted_where_they_leave_and_share_their_prompt():
+    """Fault: the prompt of n answers is counted as computed n times, or nobody forked."""
+    engine = Engine(ToyModel(), ContinuousBatching(6, 64), PagedKVCache(20, 4))
+    engine.run([ask("a", 6, 3, n=3, temperature=1.0), ask("b", 5, 3, at=1.0)])
+    steps, numbers = steps_table(engine.trace), summary(engine.trace)
+    assert steps["forked"].tolist() == [2, 0, 0, 0] and steps["copied_rows"].sum() == 4  # 2 rows of 2 shared blocks
+    assert numbers["prompt_tokens"] == 6 * 3 + 5 and numbers["cached_tokens"] == 6 * 2
+    assert steps["prefill"].sum() == 6 + 5 and numbers["completed"] == 4
 
 
 def test_a_trace_read_from_a_file_gives_the_same_numbers(tmp_path):

@@ -13,11 +13,22 @@ from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from minibatch import ContiguousKVCache, ContinuousBatching, Engine, ToyModel, Trace, plots
+from minibatch import (
+    ChunkedPrefill,
+    ContiguousKVCache,
+    ContinuousBatching,
+    Engine,
+    PagedKVCache,
+    ToyModel,
+    Trace,
+    plots,
+)
 from minibatch.membership_plot import LOOKS, read
 from minibatch.metrics import latencies as measured
 from minibatch.metrics import steps_table
-from minibatch.plot_style import BUDGET, LINES, MARKS, MEMORY, TOKENS, footer
+from minibatch.plot_style import BUDGET, FOUND, LINES, MARKS, MEMORY, TOKENS, footer
+from minibatch.policies import Priority, Recompute, Swap, more_urgent
+from minibatch.prefix_cache import PrefixCachedKVCache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -35,13 +46,37 @@ def preempted_run():
     return trace
 
 
+def swapped_run():
+    """Prompts that begin alike, on a prefix cache so small that requests are swapped out."""
+    rng = random.Random(3)
+    beginning = [(5 * i) % 90 for i in range(8)]
+    engine = Engine(ToyModel(), ChunkedPrefill(8, 4, preemption=Swap()), PrefixCachedKVCache(10, 4))
+    prompts = [beginning + [rng.randrange(100) for _ in range(rng.randint(2, 9))] for _ in range(12)]
+    engine.run([ask(f"r{i}", prompt, rng.randint(2, 12), at=0.7 * i) for i, prompt in enumerate(prompts)])
+    steps = engine.trace.steps
+    assert sum(s.cached for s in steps) > 8 and sum(s.swapped_out for s in steps) > 8
+    return engine.trace
+
+
+def forked_run():
+    """Requests with several answers among others."""
+    engine = Engine(ToyModel(), ContinuousBatching(6, 64), PagedKVCache(20, 4))
+    engine.run([ask(f"r{i}", 5, 2 + i % 4, at=float(i), n=1 + 2 * (i % 2), temperature=1.0) for i in range(6)])
+    assert sum(len(s.forked) for s in engine.trace.steps) == 6
+    return engine.trace
+
+
 def abc(configuration):
     engine = make_engine(configuration, slot_size=160)
     engine.run([ask(name, 4, length) for name, length in (("A", 18), ("B", 73), ("C", 141))])
     return engine.trace
 
 
-TRACES = {name: lambda name=name: run(name) for name in CONFIGURATIONS} | {"preempted": preempted_run}
+TRACES = {name: lambda name=name: run(name) for name in CONFIGURATIONS} | {
+    "preempted": preempted_run,
+    "swapped": swapped_run,
+    "forked": forked_run,
+}
 
 
 @pytest.fixture(params=TRACES)
@@ -71,6 +106,10 @@ def _middle(vertices):
     return (vertices[:, 1].min() + vertices[:, 1].max()) / 2
 
 
+def title(ax):
+    return ax.get_title(loc="left").replace("\n", " ")
+
+
 def stacks(ax):
     """label -> (bottoms, tops) of a stack, one value an iteration."""
     found = {}
@@ -94,15 +133,16 @@ def test_every_cell_of_the_membership_is_a_member_and_every_member_a_cell(trace)
     expected = Counter()
     for step in trace.steps:
         pads = {p.request_id: p.num_tokens for p in step.padding if not p.dead}
+        cached = {a.request_id: a.cached for a in step.admitted}
         for m in step.members:
-            left = pads.get(m.request_id, 0)
-            share = left / (left + m.stop - m.start)
-            expected[TOKENS[m.phase].label, rows[m.request_id]] += 1 - share
-            expected["left padding", rows[m.request_id]] += share
+            parts = {"left padding": pads.get(m.request_id, 0), FOUND.label: cached.get(m.request_id, 0)}
+            parts[TOKENS[m.phase].label] = m.stop - m.start
+            for label, number in parts.items():
+                expected[label, rows[m.request_id]] += number / sum(parts.values())
         for p in step.padding:
             expected[TOKENS["dead_padding"].label, rows[p.request_id]] += p.dead
     painted = Counter()
-    for look in TOKENS.values():
+    for look in (FOUND, *TOKENS.values()):
         for row, left, right in drawn(ax, look.label):
             painted[look.label, row] += right - left
     expected, painted = +expected, +painted  # without zeros
@@ -120,23 +160,105 @@ def test_membership_of_three_requests_is_five_rectangles_and_their_dead_rows():
     assert ax.get_xlabel() == "iteration" and ax.yaxis_inverted()
 
 
-def test_waiting_and_preempted_gaps_are_lines_from_the_arrival_to_the_admission():
-    trace = preempted_run()
+@pytest.mark.parametrize(("make", "kind"), [(preempted_run, "preempted"), (swapped_run, "swapped")])
+def test_waiting_and_preempted_gaps_are_lines_from_the_arrival_to_the_admission(make, kind):
+    """Also: lost K/V and swapped K/V are different lines. Fault: a swap looks like a recomputation."""
+    trace = make()
     ax = plots.membership(trace)
     queued = Counter()
     waiting = {}
     for step in trace.steps:
-        waiting |= dict.fromkeys(step.arrived, "waiting") | dict.fromkeys(names(step.preempted), "preempted")
+        waiting |= dict.fromkeys(step.arrived, "waiting") | dict.fromkeys(names(step.preempted), kind)
         for name in names(step.admitted):
             del waiting[name]
         queued.update(waiting.values())
-    for kind, (label, _) in LINES.items():
-        assert sum(right - left for _, left, right in drawn(ax, label)) == queued[kind] > 0
-    spans = drawn(ax, LINES["preempted"][0])
+    for line, (label, _) in LINES.items():
+        assert sum(right - left for _, left, right in drawn(ax, label)) == queued[line]
+    assert queued["waiting"] > 0 and queued[kind] > 0
+    spans = drawn(ax, LINES[kind][0])
     assert len(spans) == sum(t.num_preemptions for t in trace.timelines)
     cells = [span for look in LOOKS.values() for span in drawn(ax, look.label)]
     for row, left, right in spans:  # between two stays of the same row
         assert any(c[0] == row and c[2] == left for c in cells) and any(c[0] == row and c[1] == right for c in cells)
+
+
+def test_lost_and_swapped_kv_differ_in_their_lines_and_not_only_in_colour():
+    """Fault: in greyscale, or for a colour-blind reader, the two kinds of preemption are one."""
+    (_, lost), (_, swapped) = LINES["preempted"], LINES["swapped"]
+    assert lost["linestyle"] != swapped["linestyle"] and lost["linewidth"] != swapped["linewidth"]
+
+
+def test_titles_count_the_tokens_that_were_cached_swapped_and_computed_again():
+    """Fault: what a policy saved or cost can be seen in no number, or the counts are of something else."""
+    trace = swapped_run()
+    cached, swapped = (sum(getattr(s, name) for s in trace.steps) for name in ("cached", "swapped_out"))
+    preemptions = sum(t.num_preemptions for t in trace.timelines)
+    ends = f"{preemptions} preemptions"
+    assert title(plots.membership(trace)).endswith(f"useful, tokens: {cached} cached, {swapped} swapped, {ends}")
+    host = max(s.kv.host for s in trace.steps)
+    assert title(plots.kv_memory(trace)).endswith(f", up to {host} more rows on the host, {ends}")
+    assert title(plots.token_budget(trace)).endswith(f"useful, {cached} cached, {ends}")
+    plain = preempted_run()
+    recomputed = sum(s.recomputed for s in plain.steps)
+    assert f"useful, tokens: {recomputed} recomputed, " in title(plots.membership(plain))
+    assert "host" not in title(plots.kv_memory(plain)) and "cached" not in title(plots.token_budget(plain))
+
+
+def test_a_title_is_broken_after_commas_and_stays_inside_the_picture():
+    """Fault: a title with all its counts runs out of the picture."""
+    trace = swapped_run()
+    trace.meta["name"] = "a configuration with a long name"
+    ax = plots.membership(trace)
+    lines = ax.get_title(loc="left").split("\n")
+    assert len(lines) == 2 and lines[0].endswith(",") and max(map(len, lines)) <= 100
+    ax.figure.draw_without_rendering()
+    assert ax.get_tightbbox().x1 <= 801
+
+
+def test_answers_fork_off_where_their_prompt_is_computed():
+    """Fault: the answers of one request appear from nowhere, or seem to hold memory for nothing."""
+    trace = forked_run()
+    ax = plots.membership(trace)
+    rows = {text.get_text(): tick for text, tick in zip(ax.get_yticklabels(), ax.get_yticks(), strict=True)}
+    (marks,) = [line.get_xydata().tolist() for line in ax.lines if line.get_label() == MARKS["forked"][0]]
+    expected = [[s.index + 0.5, rows[fork.request_id]] for s in trace.steps for fork in s.forked]
+    assert sorted(marks) == sorted(expected)
+    assert not drawn(ax, LOOKS["resident"].label)
+    assert [rows[f"r1#{i}"] - rows["r1#0"] for i in range(3)] == [0, 1, 2]  # below each other
+    one = Engine(ToyModel(), ContinuousBatching(6, 64), PagedKVCache(20, 4))
+    one.run([ask("a", 5, 1, n=2)])  # they end with the token that they fork off with
+    (ends,) = [line.get_xydata().tolist() for line in plots.membership(one.trace).lines if line.get_marker() == "|"]
+    assert sorted(ends) == [[0.5, 0], [0.5, 1]]
+
+
+def test_rows_say_client_and_priority_where_these_differ():
+    """Fault: who was displaced by whom can be seen, but not why."""
+    engine = Engine(
+        ToyModel(),
+        ContinuousBatching(1, 64, preemption=Recompute(displaces=more_urgent)),
+        PagedKVCache(8, 4),
+        order=Priority(),
+    )
+    requests = [ask("a", 3, 6), ask("b", 3, 3, at=1.5)]
+    engine.run([replace(requests[0], priority=2, client="x"), replace(requests[1], client="y")])
+    ax = plots.membership(engine.trace)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a (x, 2)", "b (y, 0)"]
+    assert ax.get_ylabel() == "request (client, priority)"
+    for timeline in engine.trace.timelines:
+        timeline.client = "x"
+    ax = plots.membership(engine.trace)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a (2)", "b (0)"]
+    assert ax.get_ylabel() == "request (priority)"
+
+
+def test_a_number_is_written_only_where_its_cell_has_room():
+    """Fault: the numbers of found and computed tokens run into each other."""
+    engine = Engine(ToyModel(), ContinuousBatching(4, 64), PrefixCachedKVCache(40, 4))
+    engine.run([ask("a", list(range(40)), 25), ask("b", [*range(36), 7, 7, 7, 7], 2, at=1.0)])
+    step = engine.trace.steps[1]
+    assert [a.cached for a in step.admitted] == [36]
+    texts = {text.get_text(): text.get_position() for text in plots.membership(engine.trace).texts}
+    assert texts == {"40": (0, 0), "36": (pytest.approx(0.95), 1)}
 
 
 def test_every_request_has_an_arrival_and_an_end(trace):
@@ -144,7 +266,8 @@ def test_every_request_has_an_arrival_and_an_end(trace):
     marks = {line.get_label(): line.get_xydata() for line in ax.lines}
     ends = {(i, name) for i, step in enumerate(trace.steps) for name, _ in step.finished}
     assert sorted(x for x, _ in marks[MARKS["finished"][0]]) == sorted(i + 0.5 for i, _ in ends)
-    assert len(marks[MARKS["arrived"][0]]) == len(trace.timelines)
+    forked = marks.get(MARKS["forked"][0], ())
+    assert len(marks[MARKS["arrived"][0]]) + len(forked) == len(trace.timelines)
     assert MARKS["ended"][0] not in marks
 
 
@@ -325,7 +448,8 @@ def test_everything_is_inside_the_picture():
     """No title, label, tick or legend is cut off, with the longest legend and a footer of two lines."""
     engine = make_engine("paged", num_blocks=7, max_num_seqs=3)
     engine.run([ask(f"request-{i}", 5, 7, at=float(i)) for i in range(9)])
-    traces = {"static": run("static", count=40), "a long name": engine.trace, "chunked": run("chunked")}
+    several = {"a very long name of a configuration": swapped_run(), "forked": forked_run()}
+    traces = {"static": run("static", count=40), "a long name": engine.trace, "chunked": run("chunked"), **several}
     for trace in traces.values():
         trace.meta["workload"] = "a workload with so much to be said about it that the line has to be broken " * 2
     for name, figure in plots.compare_figures(traces).items():
@@ -363,7 +487,7 @@ def test_pictures_can_be_drawn_into_given_axes():
     assert plots.latencies(trace, four).tolist() == four.reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("looks", [TOKENS, MEMORY])
+@pytest.mark.parametrize("looks", [{**TOKENS, "found": FOUND}, MEMORY])
 def test_kinds_differ_in_greyscale(looks):
     """By luminance, or by their hatching."""
     light = {kind: float(np.dot(to_rgb(look.color), (0.299, 0.587, 0.114))) for kind, look in looks.items()}

@@ -14,10 +14,11 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_snippets_on_the_toy_model_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, one_iteration, from_a_trace = SNIPPETS
-    for snippet in (one_iteration, from_a_trace):
+    _, one_iteration, from_a_trace, own_policy = SNIPPETS
+    for snippet in (one_iteration, from_a_trace, own_policy):
         exec(compile(snippet, "README.md", "exec"), {})
-    assert "slots: 2 of 2 taken" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "slots: 2 of 2 taken" in said and "[['of 3', 'of 9']," in said
     assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "run.png", "run.json"}
 
 

@@ -68,11 +68,13 @@ class KVStore:
 
     def _gathered(self, rows: np.ndarray) -> list[Tensor]:
         """Of every table (keys of all layers, then values) these rows, in memory of their own."""
-        return [table.index_select(0, torch.as_tensor(rows, device=table.device)) for table in self._tables]
+        index = torch.as_tensor(rows, device=self.keys[0].device)
+        return [table.index_select(0, index) for table in self._tables]
 
     def _scatter(self, rows: np.ndarray, contents: list[Tensor]) -> None:
+        index = torch.as_tensor(rows, device=self.keys[0].device)
         for table, content in zip(self._tables, contents, strict=True):
-            table.index_copy_(0, torch.as_tensor(rows, device=table.device), content.to(table.device))
+            table.index_copy_(0, index, content.to(table.device))
 
     @property
     def _tables(self) -> list[Tensor]:

@@ -98,7 +98,7 @@ def make(name: str, table: Mapping[str, Callable[[], Any]], methods: tuple[str, 
     sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"no policy {name!r}: {error}") from error
     finally:
         sys.path.remove(here)

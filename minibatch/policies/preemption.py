@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVDraft
+from minibatch.plan import PlanError
 from minibatch.policies.base import Policy
 from minibatch.policies.predictors import Predictor, upper_bound
 from minibatch.request import RequestState
@@ -91,7 +92,11 @@ class Recompute(Policy):
     def choose(self, running: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
         """The next victim among the running requests, the one that needs room included; None: nobody."""
         senior = min(running, key=seniority)
-        return self.victim([r for r in running if r is not senior] or running, memory)
+        candidates = [request for request in running if request is not senior] or running
+        victim = self.victim(candidates, memory)
+        if victim not in candidates:
+            raise PlanError(f"{self!r} chose {getattr(victim, 'label', victim)}, which is no candidate")
+        return victim
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from minibatch.checks import check_float, check_int
+from minibatch.policies.base import named
 from minibatch.policies.predictors import Predictor, upper_bound
 from minibatch.request import RequestState
 
@@ -66,8 +67,9 @@ class Order:
     def add(self, request: RequestState) -> None:
         """It waits from now on: it has arrived, or has been preempted."""
         self.used = True
-        entry = self._entries[request] = (self.key(request), request.rank, request)
+        entry = (self.key(request), request.rank, request)
         insort(self._waiting, entry)
+        self._entries[request] = entry
 
     def take(self, request: RequestState) -> None:
         """It is admitted."""
@@ -156,7 +158,7 @@ class ShortestFirst(Order):
         return f"{self.key(request):.4g} tokens expected"
 
     def __repr__(self) -> str:
-        return f"ShortestFirst({getattr(self.predictor, '__name__', None) or self.predictor!r})"
+        return f"ShortestFirst({named(self.predictor)})"
 
 
 class LongestPrefix(Order):
