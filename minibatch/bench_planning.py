@@ -28,6 +28,7 @@ from minibatch.policies import (
     FCFS,
     ORDERS,
     PREEMPTIONS,
+    ByTokensLeft,
     Fair,
     Forecast,
     LongestPrefix,
@@ -36,7 +37,6 @@ from minibatch.policies import (
     Priority,
     Recompute,
     RoundRobin,
-    Shorter,
     ShortestFirst,
     Watermark,
 )
@@ -127,7 +127,7 @@ def cases(load: Load) -> Iterator[Case]:
     for name in ("recompute", "swap", "most-blocks"):
         yield Case(f"all short at once: {name}", preemption=PREEMPTIONS[name](), short=True, aligned=True)
     yield Case("displacing: priority", Priority, preemption=PREEMPTIONS["priority"]())
-    yield Case("displacing: shortest remaining", ShortestFirst, preemption=Recompute(displaces=Shorter()))
+    yield Case("displacing: shortest remaining", ShortestFirst, preemption=Recompute(displaces=ByTokensLeft()))
 
 
 def run(load: Load, progress: bool = True) -> Planning:

@@ -38,7 +38,7 @@ from minibatch.trace import Trace
 POLICIES = {
     "order": (ORDERS, ("add", "take", "end", "walk", "note"), ("used", "lookahead")),
     "admission": (ADMISSIONS, ("tokens", "objection", "check"), ("reserves_maximum",)),
-    "preemption": (PREEMPTIONS, ("choose",), ("displaces", "host_tokens")),
+    "preemption": (PREEMPTIONS, ("choose", "outranked"), ("host_tokens",)),
 }
 
 

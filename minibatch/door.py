@@ -83,19 +83,19 @@ class Door:
         self.kv.check(state.max_cached_tokens, f"prompt {state.num_prompt} + {state.max_new_tokens} new tokens")
         self.scheduler.check(state, self.kv)
         if state.siblings:
-            self._split(states, timeline)
+            self._split(states, timeline, own_id)
         return state
 
-    def _split(self, states: list[RequestState], timeline: Timeline) -> None:
+    def _split(self, states: list[RequestState], timeline: Timeline, request_id: str) -> None:
         """A timeline an answer, from that of the request, which becomes the first's."""
-        group = Group(timeline.request_id, states)
+        group, group_label = Group(request_id, states), timeline.request_id
         for index, state in enumerate(states):
-            label = self._unused(f"{group.request_id}#{index}")
+            label = self._unused(f"{group_label}#{index}")
             state.label, state.group = label, group
             if index:  # the first one computes the prompt for all
                 state.num_cached = state.num_prompt
                 state.timeline = replace(timeline, token_times=[], runs=[], num_cached=state.num_prompt)
-            state.timeline.request_id, state.timeline.group = label, group.request_id
+            state.timeline.request_id, state.timeline.group = label, group_label
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         known = (token for token in self.model.eos_token_ids if token < self.model.vocab_size)

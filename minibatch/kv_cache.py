@@ -176,11 +176,11 @@ class KVCache(ABC):
         """Where every row is. ``active`` are the requests that may hold something."""
         holdings = tuple(self._holding(request) for request in active)
         filled, fragmentation = sum(h.filled for h in holdings), sum(h.fragmentation for h in holdings)
-        twice_filled, twice_wasted = self._counted_twice(active)
+        twice_filled, twice_reserved, twice_wasted = self._counted_twice(active)
         return KVSnapshot(
             capacity=self.num_rows,
             filled=filled - twice_filled,
-            reserved=sum(h.reserved for h in holdings),
+            reserved=sum(h.reserved for h in holdings) - twice_reserved,
             fragmentation=fragmentation - twice_wasted,
             cached=self.num_cached * self.unit_size,
             free=(self.num_free - self.num_cached) * self.unit_size,
@@ -188,9 +188,9 @@ class KVCache(ABC):
             holdings=holdings,
         )
 
-    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int]:
-        """Filled and fragmented rows that are in more than one holding, for each holding but the first."""
-        return 0, 0
+    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
+        """Filled, reserved and fragmented rows that are in more than one holding, for each holding but the first."""
+        return 0, 0, 0
 
     def _holding(self, request: RequestState) -> Holding:
         units = self.units(request)

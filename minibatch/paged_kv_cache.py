@@ -151,17 +151,20 @@ class PagedKVCache(KVCache):
         rows = np.arange(num_rows)
         return RowCopy(source * self.unit_size + rows, target * self.unit_size + rows)
 
-    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int]:
-        filled = wasted = 0
+    def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
+        filled = reserved = wasted = 0
         seen: set[int] = set()
-        for request in active if self.pool.num_shares else ():
+        holders = sorted(active, key=lambda request: request.is_finished) if self.pool.num_shares else ()
+        for request in holders:  # the living first: what they read is filled, whoever else holds it
             for index, block in enumerate(self._tables.get(request, ())):
-                if block in seen:
+                if block not in seen:
+                    seen.add(block)
+                elif request.is_finished:
+                    reserved += self.unit_size
+                else:
                     rows = min(request.num_computed - index * self.unit_size, self.unit_size)
                     filled, wasted = filled + rows, wasted + self.unit_size - rows
-                elif self.pool.references[block] > 1:
-                    seen.add(block)
-        return filled, wasted
+        return filled, reserved, wasted
 
 
 class PagedDraft(KVDraft):

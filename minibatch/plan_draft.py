@@ -44,6 +44,7 @@ class PlanDraft:
         self.chunks: dict[RequestState, Chunk] = {}
         self.admissions: dict[RequestState, Admission] = {}
         self.preempted: dict[RequestState, Preemption] = {}
+        self.num_displaced = 0  # these, and whoever was to join in this plan and had to make room again
         self.waiting: list[Waiting] = []
         self.rest = ""
         self.notes: dict[Any, Any] = {}  # what a policy wants to remember while this plan is made, by policy
@@ -58,7 +59,7 @@ class PlanDraft:
     def admit(self, queue: Order, now: float) -> None:
         """Admits waiting requests in the queue's order, until one, and ``lookahead`` more, do not fit."""
         asked: set[RequestState] = set()
-        first, refused = None, 0
+        first, behind = None, 0
         walk = queue.walk(self, now)
         if not isinstance(walk, Iterable):
             raise PlanError(f"{queue!r} walks over {walk!r}: walk has to return, or be, an iterator over its requests")
@@ -67,11 +68,11 @@ class PlanDraft:
                 what = "twice" if request in asked else "which does not wait in it"
                 raise PlanError(f"{queue!r} named {getattr(request, 'label', request)}, {what}")
             asked.add(request)
-            if not (reason := self._try_admit(request)):
-                continue
-            self.waiting.append(Waiting(request, reason))
-            first, refused = first or request, refused + 1
-            if refused > queue.lookahead or self._is_full:
+            behind += first is not None
+            if reason := self._try_admit(request):
+                self.waiting.append(Waiting(request, reason))
+                first = first or request
+            if first is not None and (behind >= queue.lookahead or self._is_full):
                 break
         more = len(queue) - len(asked)
         if first is not None and more > 0:
@@ -90,7 +91,7 @@ class PlanDraft:
     @property
     def _is_full(self) -> bool:
         """Whether nobody at all could join any more."""
-        return bool(self.preempted) or self.num_seqs >= self.max_num_seqs or not self.budget
+        return bool(self.num_displaced) or self.num_seqs >= self.max_num_seqs or not self.budget
 
     def _size(self, pending: int) -> int:
         """How many pending tokens may be computed within the budget; 0 if they have to wait for the next iteration."""
@@ -105,7 +106,8 @@ class PlanDraft:
     def _make_room(self, request: RequestState, num_tokens: int) -> bool:
         """Displaces others until the request's rows are there; False if it is displaced itself, or nobody may be."""
         while not self.memory.reserve(request, num_tokens):
-            victim = self.preemption.choose(self.running, self.memory)
+            newcomer = next(reversed(self.admissions), None)  # nobody loses what he has while another joins
+            victim = newcomer or self.preemption.choose(self.running, self.memory)
             if victim is None:
                 shortage = self.memory.shortage(request, num_tokens)
                 self.waiting.append(Waiting(request, f"{self.memory.kv.unit_name}s: {shortage}"))
@@ -120,6 +122,7 @@ class PlanDraft:
         if victim not in self.running:
             raise PlanError(f"{self.preemption!r} chose {getattr(victim, 'label', victim)}, which does not run")
         self.running.remove(victim)
+        self.num_displaced += 1
         self.num_seqs -= victim.num_seqs
         self.memory.release(victim)
         if chunk := self.chunks.pop(victim, None):
@@ -139,12 +142,10 @@ class PlanDraft:
 
     def _try_admit(self, request: RequestState) -> str:
         """Admits the request, or says why not."""
-        if self.preempted:  # what was just taken from one must not go to another: they would take turns for ever
-            return f"thrash guard: {len(self.preempted)} preempted in this iteration"
+        if self.num_displaced:  # what was taken from one must not go to another: they would take turns for ever
+            return f"thrash guard: {self.num_displaced} preempted in this iteration"
         reason = self._join(request)
-        if reason and self.preemption.displaces is not None and self._join_by_displacing(request):
-            return ""
-        return reason
+        return "" if reason and self._join_by_displacing(request) else reason
 
     def _join(self, request: RequestState) -> str:
         if self.num_seqs + request.num_seqs > self.max_num_seqs:
@@ -171,8 +172,10 @@ class PlanDraft:
 
     def _join_by_displacing(self, request: RequestState) -> bool:
         """Displaces running requests that it outranks, as many as it takes; nobody, if even that is not enough."""
+        if not self.preemption.outranked(request, self.running):
+            return False
         trial = self._copy()
-        while outranked := [r for r in trial.running if self.preemption.displaces(request, r)]:
+        while outranked := self.preemption.outranked(request, trial.running):
             trial._displace(self.preemption.victim(outranked, trial.memory), request, "outranks it")
             if not trial._join(request):
                 self.__dict__.update(trial.__dict__)

@@ -22,7 +22,7 @@ from minibatch import (
     policies,
 )
 from minibatch.explain import UnknownRequest, describe, story
-from minibatch.policies import Never, Optimistic, Priority, Recompute, Swap, lowest_priority, more_urgent
+from minibatch.policies import Never, Optimistic, Priority, Recompute, Swap, by_priority, lowest_priority
 from minibatch.prefix_cache import PrefixCachedKVCache
 from minibatch.trace import StepReport
 
@@ -231,7 +231,7 @@ def displaced(preemption):
 
 def test_who_displaces_whom_and_what_becomes_of_the_kv():
     """Fault: the victim's story does not name the other, the other's does not name the victim, or swap is a loss."""
-    rule = {"victim": lowest_priority, "displaces": more_urgent}
+    rule = {"victim": lowest_priority, "displaces": by_priority}
     lost, swapped = displaced(Recompute(**rule)), displaced(Swap(**rule))
     assert "preempted, because high outranks it; the K/V of 4 tokens are lost" in texts(lost, "low")
     assert "4 tokens computed again and a decode (5 of 5 computed); token 3, 4 s after the one before" in texts(

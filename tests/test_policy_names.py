@@ -14,7 +14,16 @@ from helpers import ask, check_invariants, check_solo, drive, run_checked
 
 from minibatch import ChunkedPrefill, ContinuousBatching, Engine, PagedKVCache, ToyModel, policies
 from minibatch.plan import PlanError
-from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS, Optimistic, Order, Recompute, Shorter, ShortestFirst
+from minibatch.policies import (
+    ADMISSIONS,
+    ORDERS,
+    PREEMPTIONS,
+    ByTokensLeft,
+    Optimistic,
+    Order,
+    Recompute,
+    ShortestFirst,
+)
 from minibatch.policies.predictors import Noisy, Oracle, like_its_prompt
 
 TABLES = {"order": ORDERS, "admission": ADMISSIONS, "preemption": PREEMPTIONS}
@@ -120,12 +129,12 @@ OBJECTS = {
     **{f"{kind} {name}": TABLES[kind][name] for kind, name in NAMES},
     "shortest by its prompt": lambda: ShortestFirst(like_its_prompt),
     "shortest by a noisy oracle": lambda: ShortestFirst(Noisy(Oracle({"a": 3}), sigma=1.0, seed=5)),
-    "preemptive shortest": lambda: Recompute(displaces=Shorter(Noisy())),
+    "preemptive shortest": lambda: Recompute(displaces=ByTokensLeft(Noisy())),
     "a rule without a name": lambda: Recompute(victim=lambda candidates, memory: candidates[0]),
     "an own order": lambda: Longest(),
     "an own admission": lambda: Patient(),
     "a predictor that is an object": lambda: ShortestFirst(Constant()),
-    "a predictor that is a partial function": lambda: Recompute(displaces=Shorter(partial(times, 2))),
+    "a predictor that is a partial function": lambda: Recompute(displaces=ByTokensLeft(partial(times, 2))),
 }
 
 
@@ -251,10 +260,10 @@ class WrongVictim(Wrong, Recompute):
 
 class WrongDisplacing(Wrong, Recompute):
     def __init__(self):
-        super().__init__(displaces=self.outranks)
+        super().__init__(displaces=self.rank)
 
-    def outranks(self, waiting, running):
-        return False if self.mended else self.wrong(waiting, running)
+    def rank(self, request):
+        return 0 if self.mended else self.wrong(request)
 
 
 def boom(engine, *arguments):

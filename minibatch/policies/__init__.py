@@ -19,13 +19,13 @@ from typing import Any
 
 from minibatch.policies.admission import Forecast, Optimistic, ReserveMaximum, Watermark
 from minibatch.policies.preemption import (
+    ByTokensLeft,
     Never,
     Recompute,
-    Shorter,
     Swap,
+    by_priority,
     least_progress_lost,
     lowest_priority,
-    more_urgent,
     most_blocks,
     newest,
 )
@@ -36,6 +36,7 @@ __all__ = [
     "FCFS",
     "ORDERS",
     "PREEMPTIONS",
+    "ByTokensLeft",
     "Fair",
     "Forecast",
     "LongestPrefix",
@@ -46,14 +47,13 @@ __all__ = [
     "Recompute",
     "ReserveMaximum",
     "RoundRobin",
-    "Shorter",
     "ShortestFirst",
     "Swap",
     "Watermark",
+    "by_priority",
     "least_progress_lost",
     "lowest_priority",
     "make",
-    "more_urgent",
     "most_blocks",
     "newest",
 ]
@@ -77,7 +77,7 @@ PREEMPTIONS: dict[str, Callable[[], Any]] = {
     "recompute": Recompute,
     "swap": Swap,
     "never": Never,
-    "priority": lambda: Recompute(victim=lowest_priority, displaces=more_urgent),
+    "priority": lambda: Recompute(victim=lowest_priority, displaces=by_priority),
     "most-blocks": lambda: Recompute(victim=most_blocks),
     "least-progress": lambda: Recompute(victim=least_progress_lost),
 }

@@ -4,13 +4,15 @@
 ``Recompute``   the victim's K/V is dropped; when it is back, its tokens are computed again like a prompt
 ``Swap``        the victim's K/V is copied to host memory, and back (vLLM, SOSP 2023, section 4.5)
 
-*Who* is a rule of its own, a function that picks one of the candidates. Whatever the rule: the *senior* (the most
-urgent request, among equals the one that arrived first) is no candidate while there is another. So there is always one
-that nobody can displace; it ends, and then there is another senior: preemptions are finite. The plan adds the other
-half of that guarantee (the thrash guard): what was just taken from one does not go to a newcomer in the same iteration.
+*Who* is a rule of its own, a function that picks one of the candidates.
 
-A policy may also let a waiting request displace running ones (``displaces``), for instance if it is strictly more
-urgent. Strictly, so that equals never displace each other in turns.
+A waiting request can displace running ones too, if the policy says by what (``displaces``: a number a request, such as
+its priority). It displaces only those whose number is strictly greater, so that equals never take turns.
+
+Whatever the rule, the *senior* is no candidate while there is another: the running request with the lowest number
+(without ``displaces``: priority), among equals the one that arrived first. So there is always one that nobody can
+displace; it ends, and then there is another senior: preemptions are finite. The plan adds the other half of that
+guarantee (the thrash guard): what was just taken from one does not go to a newcomer in the same iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from minibatch.policies.predictors import Predictor, upper_bound
 from minibatch.request import RequestState
 
 VictimRule = Callable[[Sequence[RequestState], KVDraft], RequestState]
-Outranks = Callable[[RequestState, RequestState], bool]
+Rank = Callable[[RequestState], float]
 
 
 # --- victim rules: candidates, in the order in which they were admitted, never none of them -> the one that goes ---
@@ -39,7 +41,7 @@ def newest(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
 
 def lowest_priority(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
     """The least urgent; of those, the one that arrived last."""
-    return max(candidates, key=seniority)
+    return max(candidates, key=lambda request: (request.priority, request.rank))
 
 
 def most_blocks(candidates: Sequence[RequestState], memory: KVDraft) -> RequestState:
@@ -52,28 +54,20 @@ def least_progress_lost(candidates: Sequence[RequestState], memory: KVDraft) -> 
     return min(reversed(candidates), key=lambda request: request.num_computed)
 
 
-def seniority(request: RequestState) -> tuple[int, int]:
-    return request.priority, request.rank
+# --- by what a waiting request may displace running ones: the lower, the more it may ---
 
 
-# --- whom a waiting request may displace ---
-
-
-def more_urgent(waiting: RequestState, running: RequestState) -> bool:
-    """Strictly more urgent: equals never displace each other."""
-    return waiting.priority < running.priority
+def by_priority(request: RequestState) -> float:
+    return request.priority
 
 
 @dataclass(frozen=True, repr=False)
-class Shorter(Policy):
-    """Has strictly fewer tokens left to generate: with ``ShortestFirst``, this makes shortest-remaining-time-first."""
+class ByTokensLeft(Policy):
+    """With the order ``ShortestFirst``, this is shortest-remaining-time-first."""
 
     predictor: Predictor = upper_bound
 
-    def __call__(self, waiting: RequestState, running: RequestState) -> bool:
-        return self._left(waiting) < self._left(running)
-
-    def _left(self, request: RequestState) -> float:
+    def __call__(self, request: RequestState) -> float:
         return self.predictor(request) - len(request.generated)
 
 
@@ -85,18 +79,26 @@ class Recompute(Policy):
     """Drop and compute again. Costs the *recompute tax*: tokens that go through the model twice."""
 
     victim: VictimRule = newest
-    displaces: Outranks | None = None
+    displaces: Rank | None = None
 
     host_tokens = 0  # most tokens of swapped requests
 
     def choose(self, running: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
         """The next victim among the running requests, the one that needs room included; None: nobody."""
-        senior = min(running, key=seniority)
+        by = self.displaces or by_priority
+        senior = min(running, key=lambda request: (by(request), request.rank))
         candidates = [request for request in running if request is not senior] or running
         victim = self.victim(candidates, memory)
         if victim not in candidates:
             raise PlanError(f"{self!r} chose {getattr(victim, 'label', victim)}, which is no candidate")
         return victim
+
+    def outranked(self, waiting: RequestState, running: Sequence[RequestState]) -> list[RequestState]:
+        """Those of the running requests that the waiting one may displace."""
+        if self.displaces is None:
+            return []
+        rank = self.displaces(waiting)
+        return [request for request in running if self.displaces(request) > rank]
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,6 +124,9 @@ class Never(Policy):
 
     displaces = None
     host_tokens = 0
+
+    def outranked(self, waiting: RequestState, running: Sequence[RequestState]) -> list[RequestState]:
+        return []
 
     def choose(self, running: Sequence[RequestState], memory: KVDraft) -> None:
         return None

@@ -144,7 +144,7 @@ class ShortestFirst(Order):
     """The one that is expected to generate the fewest tokens first; of a preempted one, what is left counts.
 
     Minimises the mean wait if predictions are right; a long request may wait for ever. With
-    ``Recompute(displaces=Shorter(predictor))`` or ``Swap`` it becomes shortest-*remaining*-first, preemptive.
+    ``Recompute(displaces=ByTokensLeft(predictor))`` or ``Swap`` it becomes shortest-*remaining*-first, preemptive.
     """
 
     def __init__(self, predictor: Predictor = upper_bound) -> None:
@@ -299,9 +299,10 @@ class Fair(ByClient):
     counter (divided by its weight) is next. A client that comes back from idleness is *lifted* to the lowest counter of
     those who wait: what it did not use while it was away, it does not get back.
 
-    Under the conditions of the paper (the maximum is reserved, nobody is preempted, nothing cached, equal weights) the
-    counters of two backlogged clients never differ by more than ``max(input_weight * longest prompt, output_weight *
-    KV capacity in tokens)``, and the services that they get in any interval by more than twice that.
+    Under the conditions of the paper (the maximum is reserved, nobody is preempted, nothing cached, equal weights, an
+    output token not cheaper than an input token) the counters of two backlogged clients never differ by more than
+    ``output_weight * (KV capacity in tokens) + input_weight``, and the services that they get in any interval by more
+    than twice that. (The paper's bound has no last term: it counts the newest token as cached, and here it is not yet.)
 
     What is charged for a request follows from its state alone, so it cannot drift: recomputation after a preemption is
     free, so are prompt tokens from a prefix cache, and an aborted request pays for what was computed.
