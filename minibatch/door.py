@@ -94,7 +94,7 @@ class Door:
             state.label, state.group = label, group
             if index:  # the first one computes the prompt for all
                 state.num_cached = state.num_prompt
-                state.timeline = replace(timeline, token_times=[], runs=[], num_cached=state.num_prompt)
+                state.timeline = replace(timeline, token_times=[], runs=[])
             state.timeline.request_id, state.timeline.group = label, group_label
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:

@@ -161,31 +161,35 @@ class Engine:
     # ---------------------------------------------------------------- into the engine
 
     def _submit_or_refuse(self, request: Request) -> RequestState | Result:
+        place = len(self.trace.timelines)
         try:
             return self._submit(request)
         except RequestRefused as error:
-            timeline = self.trace.timelines[-1]
+            timeline = self.trace.timelines[place]
             name = request.request_id if isinstance(request.request_id, str) else timeline.request_id
             return Result(name, "rejected", error=f"{type(error).__name__}: {error}", timeline=timeline)
 
     def _submit(self, request: Request) -> RequestState:
         now = self.clock.now() if request.arrival_time is None else 0.0  # else reading it could start a real clock
         timeline = self.door.timeline(request, now)
+        timelines = [timeline]
         self.trace.timelines.append(timeline)
         try:
             state = self.door.accept(request, timeline, self.life.ids)
+            timelines += [sibling.timeline for sibling in state.siblings]
+            self.trace.timelines += timelines[1:]
             if request.arrival_time is None:
                 self._deliver(now)
                 self._check_queue()
         except RequestRefused as error:
-            timeline.finish, timeline.finish_reason = timeline.arrival, "rejected"
-            timeline.error = f"{type(error).__name__}: {error}"
+            for refused in timelines:
+                refused.finish, refused.finish_reason = refused.arrival, "rejected"
+                refused.error = f"{type(error).__name__}: {error}"
             raise
         for answer in (state, *state.siblings):
             if request.params.seed is None:
                 answer.seed = self._random.getrandbits(63)
         self.life.enter(state)
-        self.trace.timelines += [sibling.timeline for sibling in state.siblings]
         if request.arrival_time is None:
             self.life.arrive(state)
         else:

@@ -42,7 +42,8 @@ class KVSnapshot:
     ``reserved``       set aside for tokens that may still come, or kept by a finished member of a static batch
     ``fragmentation``  allocated, but of no use to anyone: the end of a request's last block, or the part of a slot
                        beyond the longest that its request can become
-    ``cached``         of nobody, but still holding a prefix that a later request may find; taken when needed
+    ``cached``         of nobody, but still holding a prefix that a later request may find (or could have found, were
+                       the block before it not gone); taken when needed
     ``free``           of nobody
     ``host``           rows of swapped requests in host memory: not part of the capacity
     """
@@ -130,6 +131,9 @@ class KVCache(ABC):
     @abstractmethod
     def release(self, request: RequestState) -> None:
         """Takes back all that a request holds; nothing if it holds nothing."""
+
+    def trim(self, request: RequestState) -> None:  # noqa: B027 (a slot is a slot)
+        """Gives back what was reserved for answers that will not be forked any more."""
 
     @abstractmethod
     def reserved_for(self, request: RequestState) -> int:

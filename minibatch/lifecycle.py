@@ -136,6 +136,7 @@ class Lifecycle:
             child.last_scheduled = parent.last_scheduled
             child.rank = parent.rank + number / MOST_ANSWERS  # right behind it
             child.prompt_logprobs = list(parent.prompt_logprobs)
+            child.timeline.num_cached = child.num_cached
             child.status, child.timeline.scheduled = Status.ACTIVE, parent.timeline.scheduled
             child.timeline.runs.append([now, now])
             token = outcomes[child].token if isinstance(outcomes[child], Sample) else None
@@ -190,6 +191,7 @@ class Lifecycle:
             self.finish(answer, "abort", now)
         if state.group is not None and state in state.group.states[0].siblings:  # it will not be forked
             state.group.states[0].siblings.remove(state)
+            self.kv.trim(state.group.states[0])
 
     def leave(self, states: Iterable[RequestState]) -> None:
         """They give up place and memory."""

@@ -108,6 +108,13 @@ class PagedKVCache(KVCache):
         self.pool.drop(reversed(self._tables.pop(request, [])))
         self._reserved.pop(request, None)
 
+    def trim(self, request: RequestState) -> None:
+        if table := self._tables.get(request):
+            most = self.need(request, self._reserved[request])
+            spare = table[most:]
+            del table[most:]
+            self.pool.drop(spare)
+
     def reserved_for(self, request: RequestState) -> int:
         """Blocks that are kept for the other answers of the request count as reserved for it."""
         meant = self._reserved.get(request, 0)

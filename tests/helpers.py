@@ -179,11 +179,11 @@ def check_solo(
 # ---------------------------------------------------------------- driving
 
 
-def run_checked(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+def run_checked(engine: Engine, requests: Sequence[Request], *, fcfs: bool = True) -> list[Result]:
     """``engine.run`` with the invariants checked after every iteration and at the end."""
 
     def on_step(report: StepReport) -> None:
-        check_invariants(engine, report)
+        check_invariants(engine, report, fcfs=fcfs)
         poison_unused_rows(engine)
 
     results = engine.run(requests, on_step)
@@ -192,20 +192,20 @@ def run_checked(engine: Engine, requests: Sequence[Request]) -> list[Result]:
 
 
 def drive(
-    engine: Engine, before: Mapping[int, Callable[[], object]] | None = None, most: int = 2000
+    engine: Engine, before: Mapping[int, Callable[[], object]] | None = None, most: int = 2000, *, fcfs: bool = True
 ) -> list[StepReport]:
     """Steps to the end, checking after each; ``before[k]`` is called before step k."""
     reports: list[StepReport] = []
     for k in range(1, most):
         if before and k in before:
             before[k]()
-            check_invariants(engine)
+            check_invariants(engine, fcfs=fcfs)
         poison_unused_rows(engine)
         report = engine.step()
         if report is None:
             check_drained(engine)
             return reports
-        check_invariants(engine, report)
+        check_invariants(engine, report, fcfs=fcfs)
         reports.append(report)
     raise AssertionError(f"still running after {most} steps")
 
@@ -356,6 +356,8 @@ def _check_step(engine: Engine, step: StepReport, ledger: _Ledger) -> None:
             assert not ledger.computed.get(label), where + f"{label} was admitted and had tokens computed"
             assert change.cached % engine.kv.unit_size == 0, where + f"{label}: part of a block is cached"
             ledger.computed[label] = change.cached
+    for label, _ in step.finished:
+        ledger.host.pop(label, None)  # it has ended while it was swapped out
     labels = [m.request_id for m in step.members]
     assert labels, where + "no progress: nothing was computed"
     assert len(set(labels)) == len(labels), where + "a request has two chunks"
@@ -441,7 +443,8 @@ def _check_snapshot(engine: Engine, step: StepReport, ledger: _Ledger, ended_bef
         assert min(h.filled, h.reserved, h.fragmentation) >= 0, where + f"{h.request_id} holds {h}"
         assert h.filled + h.reserved + h.fragmentation == len(h.units) * engine.kv.unit_size, where + h.request_id
         dead = h.request_id in ended_before or (
-            ledger.finished.get(h.request_id) == "abort" and h.request_id not in {m.request_id for m in step.members}
+            ledger.finished.get(h.request_id) == "abort"
+            and h.request_id not in {*names(step.members), *names(step.forked)}
         )
         assert h.filled == (0 if dead else ledger.computed.get(h.request_id, 0)), where + f"{h.request_id}: filled"
 

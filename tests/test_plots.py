@@ -27,7 +27,7 @@ from minibatch.membership_plot import LOOKS, read
 from minibatch.metrics import latencies as measured
 from minibatch.metrics import steps_table
 from minibatch.plot_style import BUDGET, FOUND, LINES, MARKS, MEMORY, TOKENS, footer
-from minibatch.policies import Priority, Recompute, Swap, more_urgent
+from minibatch.policies import Priority, Recompute, Swap, by_priority
 from minibatch.prefix_cache import PrefixCachedKVCache
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -235,7 +235,7 @@ def test_rows_say_client_and_priority_where_these_differ():
     """Fault: who was displaced by whom can be seen, but not why."""
     engine = Engine(
         ToyModel(),
-        ContinuousBatching(1, 64, preemption=Recompute(displaces=more_urgent)),
+        ContinuousBatching(1, 64, preemption=Recompute(displaces=by_priority)),
         PagedKVCache(8, 4),
         order=Priority(),
     )
