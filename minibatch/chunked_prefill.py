@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, check_room, least_recently_scheduled
-from minibatch.policies.admission import Optimistic, Watermark
-from minibatch.policies.preemption import Never, Recompute
+from minibatch.plan_draft import PlanDraft, check_policies, check_room, least_recently_scheduled
+from minibatch.policies.admission import AdmissionPolicy, Watermark
+from minibatch.policies.preemption import PreemptionPolicy, Recompute
 from minibatch.policies.queueing import Order
 from minibatch.request import RequestState
 
@@ -37,14 +37,15 @@ class ChunkedPrefill:
     token_budget: int = 512
     max_num_seqs: int = 256
     max_chunk: int | None = None
-    admission: Optimistic = Watermark()
-    preemption: Recompute | Never = Recompute()
+    admission: AdmissionPolicy = Watermark()
+    preemption: PreemptionPolicy = Recompute()
 
     def __post_init__(self) -> None:
         check_int("token_budget", self.token_budget, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         if self.max_chunk is not None:
             check_int("max_chunk", self.max_chunk, 1)
+        check_policies(self)
 
     def max_request_tokens(self, kv: KVCache) -> int:
         """All that the cache can hold."""

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, check_room, least_recently_scheduled, may_be_recomputed
-from minibatch.policies.admission import Optimistic, Watermark
-from minibatch.policies.preemption import Never, Recompute
+from minibatch.plan_draft import PlanDraft, check_policies, check_room, least_recently_scheduled, may_be_recomputed
+from minibatch.policies.admission import AdmissionPolicy, Watermark
+from minibatch.policies.preemption import PreemptionPolicy, Recompute
 from minibatch.policies.queueing import Order
 from minibatch.request import PromptTooLong, RequestState
 
@@ -40,8 +40,8 @@ class ContinuousBatching:
     max_num_batched_tokens: int = 2048
     phase_order: str = "mixed"
     first: str = "decode"
-    admission: Optimistic = Watermark()
-    preemption: Recompute | Never = Recompute()
+    admission: AdmissionPolicy = Watermark()
+    preemption: PreemptionPolicy = Recompute()
 
     def __post_init__(self) -> None:
         check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -50,6 +50,7 @@ class ContinuousBatching:
             raise ValueError(f"phase_order must be 'mixed' or 'prefill-first', got {self.phase_order!r}")
         if self.first not in ("decode", "prefill"):
             raise ValueError(f"first must be 'decode' or 'prefill', got {self.first!r}")
+        check_policies(self)
 
     @property
     def token_budget(self) -> int:
@@ -77,7 +78,8 @@ class ContinuousBatching:
         limits = (self.max_num_batched_tokens, self.max_num_seqs)
         draft = PlanDraft(active, kv, *limits, self.admission, self.preemption)
         decodes = least_recently_scheduled(active)
-        if self.phase_order == "mixed" and self.first == "decode":
+        # Where newcomers displace others, the others are asked first: else they could push them out again, in vain.
+        if self.phase_order == "mixed" and (self.first == "decode" or self.preemption.displaces is not None):
             draft.run(decodes)
             draft.admit(queue, now)
         else:

@@ -75,6 +75,8 @@ class Engine:
         if max_queue is not None:
             check_int("max_queue", max_queue, 0)
         self.queue = FCFS() if order is None else order
+        if not isinstance(self.queue, Order) or not hasattr(self.queue, "used"):
+            raise TypeError(f"order must be an Order whose __init__ has run (super().__init__()), got {order!r}")
         if not kv_cache.is_untouched:
             raise ValueError(f"{kv_cache!r} is in use by another engine: give each engine a cache of its own")
         if self.queue.used:
@@ -121,7 +123,8 @@ class Engine:
         """Ends a request now, wherever it is. False if no live request has this id.
 
         It gives up its place and memory as if it had finished: at once, but for a member of a static batch. Of a
-        request with ``n > 1`` all answers end; one alone is named ``id#0``, ``id#1``, ...
+        request with ``n > 1`` all answers end; one alone is named ``id#0``, ``id#1``, ... (but ``id#0`` computes the
+        prompt for all: until that is done, the others end with it).
 
         Called from within a step (by a stream that is collected there), it takes effect when the step is over.
         """
@@ -225,6 +228,8 @@ class Engine:
                 self._wait(plan, now)
             elif self.arrivals:
                 self.clock.wait_until(self.arrivals.next_time)
+            elif self.life.live:
+                raise EngineStalled(f"{self.queue!r} has lost {', '.join(self.life.live)}: neither waiting nor active")
             else:
                 return None
 
@@ -293,7 +298,8 @@ class Engine:
     def _wait(self, plan: Plan, now: float) -> None:
         """Nothing to compute yet: waits for the time that the plan names, or for an arrival before it."""
         if plan.wake_at is None or not now < plan.wake_at < math.inf:
-            head = next(iter(self.queue), None) or self.active[0]
+            stuck = [waiting for waiting in plan.waiting if waiting.request.status is Status.ACTIVE]
+            head = stuck[0].request if stuck else next(iter(self.queue), None) or self.active[0]
             reason = next((waiting.reason for waiting in plan.waiting if waiting.request is head), plan.rest)
             raise EngineStalled(
                 f"{type(self.scheduler).__name__} planned nothing with {len(self.queue)} waiting and "

@@ -82,10 +82,14 @@ class Lifecycle:
             state.num_computed = 0
         self.kv.release(state)
         self.active.remove(state)
-        state.status = Status.WAITING
-        self.queue.add(state)
         state.timeline.num_preemptions += 1
         state.timeline.runs[-1][1] = now
+        state.status = Status.WAITING
+        try:
+            self.queue.add(state)
+        except Exception as error:
+            self.finish(state, "abort", now, error)
+            raise
 
     def admit(self, admission: Admission, now: float) -> None:
         state, _, cached = admission

@@ -34,6 +34,7 @@ OBJECTIVES = ("queueing_delay", "ttft", "tpot", "max_tbt", "e2e")
 # Column -> dtype, so that an empty table has the types of a full one. A float column can be NaN: not measured.
 REQUEST_COLUMNS = {
     "request_id": str,
+    "group": object,
     "client": str,
     "priority": int,
     "num_prompt": int,
@@ -96,6 +97,8 @@ def gaps(timeline: Timeline) -> np.ndarray:
 def requests_table(trace: Trace) -> pd.DataFrame:
     """One row a request, in the order of the trace: who, how much, when, and the latencies that follow from it.
 
+    With ``n > 1`` a row an answer; ``group`` is the request's id (else None), and ``num_prompt`` is that of each.
+
     Rows of aborted, rejected and unfinished requests hold what was measured before they ended. ``max_tbt`` is the
     longest gap: the worst stall that this user saw.
     """
@@ -117,6 +120,7 @@ def _request_row(timeline: Timeline) -> dict[str, Any]:
     between = gaps(timeline)
     return {
         "request_id": timeline.request_id,
+        "group": timeline.group,
         "client": timeline.client,
         "priority": timeline.priority,
         "num_prompt": timeline.num_prompt,
@@ -196,7 +200,7 @@ def makespan(trace: Trace) -> float:
 def summary(trace: Trace) -> dict[str, float]:
     """The run in one flat dict: counts, rates, and mean, P50, P99 and maximum of each latency.
 
-    ``completed``, ``aborted``, ``rejected``, ``unfinished``  requests, by how they ended
+    ``completed``, ``aborted``, ``rejected``, ``unfinished``  requests, by how they ended (with ``n > 1``: answers)
     ``prompt_tokens``, ``generated_tokens``  of all requests that were not refused, aborted ones included
     ``preemptions``         how often a request lost its place
     ``cached_tokens``       prompt tokens that were found in a prefix cache, or shared with another answer, and so were

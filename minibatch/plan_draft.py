@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from numbers import Integral
 from typing import Any
 
-from minibatch.kv_cache import KVCache
+from minibatch.kv_cache import KVCache, KVDraft
 from minibatch.plan import Admission, Chunk, Plan, PlanError, Preemption, Waiting
-from minibatch.policies.admission import Optimistic
-from minibatch.policies.preemption import Never, Recompute
+from minibatch.policies.admission import AdmissionPolicy
+from minibatch.policies.preemption import Never, PreemptionPolicy
 from minibatch.policies.queueing import Order
 from minibatch.request import NeverFits, RequestState
 
@@ -30,8 +31,8 @@ class PlanDraft:
         kv: KVCache,
         token_budget: float,
         max_num_seqs: int,
-        admission: Optimistic,
-        preemption: Recompute | Never,
+        admission: AdmissionPolicy,
+        preemption: PreemptionPolicy,
         partial: bool = False,
         max_chunk: int | None = None,
     ) -> None:
@@ -45,6 +46,9 @@ class PlanDraft:
         self.admissions: dict[RequestState, Admission] = {}
         self.preempted: dict[RequestState, Preemption] = {}
         self.num_displaced = 0  # these, and whoever was to join in this plan and had to make room again
+        self.on_host = sum(self.memory.kv.host.values())  # tokens
+        self.senior: RequestState | None = None  # once somebody had to be displaced: who cannot be
+        self.tried_in_vain = False  # to make room for one that outranks others
         self.waiting: list[Waiting] = []
         self.rest = ""
         self.notes: dict[Any, Any] = {}  # what a policy wants to remember while this plan is made, by policy
@@ -107,7 +111,7 @@ class PlanDraft:
         """Displaces others until the request's rows are there; False if it is displaced itself, or nobody may be."""
         while not self.memory.reserve(request, num_tokens):
             newcomer = next(reversed(self.admissions), None)  # nobody loses what he has while another joins
-            victim = newcomer or self.preemption.choose(self.running, self.memory)
+            victim = newcomer or self._choose(self._candidates(), self.memory)
             if victim is None:
                 shortage = self.memory.shortage(request, num_tokens)
                 self.waiting.append(Waiting(request, f"{self.memory.kv.unit_name}s: {shortage}"))
@@ -117,77 +121,109 @@ class PlanDraft:
                 return False
         return True
 
+    def _candidates(self) -> list[RequestState]:
+        """The running requests but for the senior, unless it is alone; the order of their admission is kept."""
+        if self.senior not in self.running:
+            self.senior = min(self.running, key=self.preemption.seniority)
+        return [request for request in self.running if request is not self.senior] or self.running
+
+    def _choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
+        victim = self.preemption.choose(candidates, memory)
+        if victim is not None and victim not in candidates:
+            what = f"{getattr(victim, 'label', victim)}, which is no candidate"
+            raise PlanError(f"{self.preemption!r} chose {what}: those are {', '.join(c.label for c in candidates)}")
+        return victim
+
     def _displace(self, victim: RequestState, by: RequestState, why: str) -> None:
         """Takes memory, budget and place away, whether or not the victim has already been planned."""
-        if victim not in self.running:
-            raise PlanError(f"{self.preemption!r} chose {getattr(victim, 'label', victim)}, which does not run")
-        self.running.remove(victim)
+        self._forget(victim)
         self.num_displaced += 1
-        self.num_seqs -= victim.num_seqs
-        self.memory.release(victim)
         if chunk := self.chunks.pop(victim, None):
             self.budget += chunk.stop - chunk.start
         joined = self.admissions.pop(victim, None)  # in this very plan: then it simply stays in the queue
         if joined is None:
-            self.preempted[victim] = Preemption(victim, by, self._swaps(victim))
+            swap = 0 < victim.num_computed <= self.preemption.host_tokens - self.on_host  # else it is computed again
+            self.on_host += victim.num_computed if swap else 0
+            self.preempted[victim] = Preemption(victim, by, swap)
         verb = "preempted" if joined is None else "not admitted"
         self.waiting.insert(0, Waiting(victim, f"{verb}: {by.label} {why}"))
         self.rest = f"behind {victim.label}"
 
-    def _swaps(self, victim: RequestState) -> bool:
-        """Whether its K/V goes to host memory, and does not have to be computed again."""
-        on_host = sum(self.memory.kv.host.values())
-        on_host += sum(p.request.num_computed for p in self.preempted.values() if p.swap)
-        return 0 < victim.num_computed <= self.preemption.host_tokens - on_host
-
     def _try_admit(self, request: RequestState) -> str:
         """Admits the request, or says why not."""
         if self.num_displaced:  # what was taken from one must not go to another: they would take turns for ever
-            return f"thrash guard: {self.num_displaced} preempted in this iteration"
-        reason = self._join(request)
-        return "" if reason and self._join_by_displacing(request) else reason
-
-    def _join(self, request: RequestState) -> str:
-        if self.num_seqs + request.num_seqs > self.max_num_seqs:
-            need = f"needs {request.num_seqs}, " if request.siblings else ""
-            return f"slots: {need}{self.num_seqs} of {self.max_num_seqs} taken"
+            preempted = f"{len(self.preempted)} preempted" if self.preempted else f"{self.num_displaced} made way"
+            return f"thrash guard: {preempted} in this iteration"
         cached = self.memory.cached_tokens(request)
         start = request.num_computed + cached
-        size = self._size(request.num_tokens - start)
-        if not size:
-            return f"token budget: needs {request.num_tokens - start}, {self.budget} of {self.token_budget} left"
-        num_tokens, most = self.admission.tokens(request, start + size), request.max_cached_tokens
-        if not (isinstance(num_tokens, int) and start + size <= num_tokens <= most):
-            what = f"{request.label}, which computes up to token {start + size} now and {most} in all"
-            raise PlanError(f"{self.admission!r} sets aside {num_tokens!r} tokens for {what}")
-        if objection := self.admission.objection(request, num_tokens, self):
-            return str(objection)
-        if not self.memory.reserve(request, num_tokens):
-            return f"{self.memory.kv.unit_name}s: {self.memory.shortage(request, num_tokens)}"
+        pending = request.num_tokens - start
+        size = self._size(pending) or (1 if self.partial else pending)  # the least that it would compute
+        num_tokens = self._to_reserve(request, start + size)
+        victims: list[RequestState] = []
+        if (no_room := self._no_room(request, num_tokens)) and not (victims := self._victims(request, num_tokens)):
+            return no_room
+        budget = self.budget + sum(self.chunks[v].stop - self.chunks[v].start for v in victims if v in self.chunks)
+        if size > budget:  # there is a new budget in every iteration: nobody has to lose K/V for that
+            return f"token budget: needs {size}, {budget} of {self.token_budget} left"
+        for victim in victims:
+            self._displace(victim, request, "outranks it")
+        self.memory.reserve(request, num_tokens)
         self.running.append(request)
         self.num_seqs += request.num_seqs
         self.admissions[request] = Admission(request, num_tokens, cached)
         self._schedule(request, start, size)
         return ""
 
-    def _join_by_displacing(self, request: RequestState) -> bool:
-        """Displaces running requests that it outranks, as many as it takes; nobody, if even that is not enough."""
-        if not self.preemption.outranked(request, self.running):
-            return False
-        trial = self._copy()
-        while outranked := self.preemption.outranked(request, trial.running):
-            trial._displace(self.preemption.victim(outranked, trial.memory), request, "outranks it")
-            if not trial._join(request):
-                self.__dict__.update(trial.__dict__)
-                return True
-        return False
+    def _to_reserve(self, request: RequestState, stop: int) -> int:
+        num_tokens, most = self.admission.tokens(request, stop), request.max_cached_tokens
+        if not (isinstance(num_tokens, Integral) and stop <= num_tokens <= most):
+            what = f"{request.label}, which computes up to token {stop} now and {most} in all"
+            raise PlanError(f"{self.admission!r} sets aside {num_tokens!r} tokens for {what}")
+        return int(num_tokens)
 
-    def _copy(self) -> PlanDraft:
-        twin = copy(self)
-        twin.memory = self.memory.copy()
-        for name in ("running", "chunks", "admissions", "preempted", "waiting", "notes"):
-            setattr(twin, name, copy(getattr(self, name)))
-        return twin
+    def _no_room(self, request: RequestState, num_tokens: int) -> str:
+        """Which place or memory is missing for the request to join; the empty string: none."""
+        if self.num_seqs + request.num_seqs > self.max_num_seqs:
+            need = f"needs {request.num_seqs}, " if request.siblings else ""
+            return f"slots: {need}{self.num_seqs} of {self.max_num_seqs} taken"
+        if objection := self.admission.objection(request, num_tokens, self):
+            return str(objection)
+        if self.memory.need(request, num_tokens) > self.memory.free:
+            return f"{self.memory.kv.unit_name}s: {self.memory.shortage(request, num_tokens)}"
+        return ""
+
+    def _victims(self, request: RequestState, num_tokens: int) -> list[RequestState]:
+        """Whom the request has to displace, of those that it outranks; nobody if even all of them are not enough.
+
+        Tried on a view of this draft. After one attempt in vain there is no other in this plan: it costs too much.
+        """
+        outranked = [] if self.tried_in_vain else self.preemption.outranked(request, self.running)
+        if not outranked:
+            return []
+        if self._without(outranked)._no_room(request, num_tokens):
+            self.tried_in_vain = True
+            return []
+        view, victims = self._without([]), []
+        while view._no_room(request, num_tokens):
+            victim = self._choose(outranked, view.memory)
+            if victim is None:
+                return []
+            outranked.remove(victim)
+            view._forget(victim)
+            victims.append(victim)
+        return victims
+
+    def _without(self, requests: Sequence[RequestState]) -> PlanDraft:
+        view = copy(self)
+        view.memory, view.running, view.notes = self.memory.copy(), list(self.running), {}
+        for request in requests:
+            view._forget(request)
+        return view
+
+    def _forget(self, request: RequestState) -> None:
+        self.running.remove(request)
+        self.num_seqs -= request.num_seqs
+        self.memory.release(request)
 
 
 def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestState]:
@@ -200,9 +236,15 @@ def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestSt
 
 def may_be_recomputed(scheduler: Any, kv: KVCache) -> bool:
     """Whether a request may lose its K/V while it runs: to one that grows, or to one that outranks it."""
-    preemption = scheduler.preemption
     grows = kv.grows and not scheduler.admission.reserves_maximum
-    return not isinstance(preemption, Never) and (grows or preemption.displaces is not None)
+    return not isinstance(scheduler.preemption, Never) and (grows or scheduler.preemption.displaces is not None)
+
+
+def check_policies(scheduler: Any) -> None:
+    """Raises TypeError if one of its policies is not one: a class that nobody has called, or a name."""
+    for name, kind in (("admission", AdmissionPolicy), ("preemption", PreemptionPolicy)):
+        if not isinstance(getattr(scheduler, name), kind):
+            raise TypeError(f"{name} must be an object of a kind of {kind.__name__}, got {getattr(scheduler, name)!r}")
 
 
 def check_room(scheduler: Any, request: RequestState, kv: KVCache) -> None:

@@ -64,6 +64,8 @@ class StaticBatching:
         draft = PlanDraft([], kv, math.inf, self.batch_size, ReserveMaximum(), Never())
         draft.admit(queue, now)
         plan = draft.plan()
+        if not plan.chunks:
+            return plan
         full = len(plan.chunks) == self.batch_size or plan.waiting or not draft.memory.free
         oldest = min((chunk.request for chunk in plan.chunks), key=lambda request: request.arrival_time)
         ready_at = oldest.arrival_time + self.max_wait

@@ -284,9 +284,9 @@ MISTAKES = {
     "sets too many tokens aside": (WrongTokens, lambda e, r, size: 10**6, "sets aside 1000000 tokens for w, which"),
     "sets a fraction aside": (WrongTokens, lambda e, r, size: size + 0.5, "sets aside 3.5 tokens for w"),
     "sets nothing aside": (WrongTokens, lambda e, r, size: None, "sets aside None tokens for w"),
-    "displaces one that waits": (WrongChoice, lambda e, r, m: state(e, "w"), "chose w, which does not run"),
-    "displaces one that is to come": (WrongChoice, lambda e, r, m: state(e, "far"), "chose far, which does not run"),
-    "displaces no request": (WrongChoice, lambda e, r, m: "a", "chose a, which does not run"),
+    "displaces one that waits": (WrongChoice, lambda e, r, m: state(e, "w"), "chose w, which is no candidate"),
+    "displaces one that is to come": (WrongChoice, lambda e, r, m: state(e, "far"), "chose far, which is no candidate"),
+    "displaces no request": (WrongChoice, lambda e, r, m: "a", "chose a, which is no candidate"),
     "has a rule that picks another": (WrongVictim, lambda e, c, m: state(e, "w"), "chose w, which"),
 }
 RAISING = {
@@ -399,7 +399,7 @@ def test_an_order_that_does_not_call_its_base_is_not_taken_by_an_engine():
         def __init__(self):
             pass
 
-    with pytest.raises(AttributeError, match="used"):
+    with pytest.raises(TypeError, match="must be an Order whose __init__ has run"):
         an_engine(order=Bare())
 
 

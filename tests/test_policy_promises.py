@@ -681,6 +681,28 @@ def test_in_the_long_run_three_times_the_weight_is_three_times_the_service():
     assert both[-1]["x"] / both[-1]["y"] == pytest.approx(3.0, rel=0.05)
 
 
+@few(80)
+def test_each_admission_is_of_the_waiting_client_with_the_lowest_counter(data):
+    """Fair. Fault: all admissions of a plan go to one client, because they are charged only when the plan is carried
+    out; or those that come back from a preemption are charged again."""
+    pick = picks(data.draw)
+    order = Fair({"x": 2.0, "y": 0.5}, input_weight=pick([0.5, 2.0]), lift=pick([True, False]))
+
+    def watch(plan, queue, active, kv, now):
+        waiting = Counter(request.client for request in queue)
+        standing = {client: order.counter(client) / order.weights.get(client, 1.0) for client in waiting}
+        for request, _, cached in plan.admissions:
+            assert standing[request.client] == min(standing[client] for client in +waiting)
+            waiting[request.client] -= 1
+            if not request.timeline.runs:
+                cost = order.input_weight * (request.num_prompt - cached)
+                standing[request.client] += cost / order.weights.get(request.client, 1.0)
+
+    preemption = pick([Recompute, Swap])(pick(VICTIMS))
+    scheduler = any_scheduler(pick, admission=make_admission(pick), preemption=preemption)
+    run(make(Watched(scheduler, watch), paged(pick), order), workload(pick, 12))
+
+
 @pytest.mark.parametrize("lift", [True, False])
 def test_only_without_the_lift_a_client_that_comes_back_is_served_alone(lift):
     """Fair. Fault: the credit of an idle client is kept, so that others starve until it is used up; or the bound on

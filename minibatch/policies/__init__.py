@@ -17,10 +17,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minibatch.policies.admission import Forecast, Optimistic, ReserveMaximum, Watermark
+from minibatch.policies.admission import AdmissionPolicy, Forecast, Optimistic, ReserveMaximum, Watermark
 from minibatch.policies.preemption import (
     ByTokensLeft,
     Never,
+    PreemptionPolicy,
     Recompute,
     Swap,
     by_priority,
@@ -36,6 +37,7 @@ __all__ = [
     "FCFS",
     "ORDERS",
     "PREEMPTIONS",
+    "AdmissionPolicy",
     "ByTokensLeft",
     "Fair",
     "Forecast",
@@ -43,6 +45,7 @@ __all__ = [
     "Never",
     "Optimistic",
     "Order",
+    "PreemptionPolicy",
     "Priority",
     "Recompute",
     "ReserveMaximum",

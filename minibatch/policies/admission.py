@@ -1,11 +1,8 @@
 """Admission: does a waiting request fit? What has to be set aside before a request may join.
 
 A free place in the batch is not enough: a request brings K/V that will grow by a row an iteration, and stay. Each
-policy here answers two questions about a request that could otherwise join now:
-
-``tokens(request, size)``       for how many of its tokens rows are set aside at once (``size``: up to which token the
-                                first iteration would compute)
-``objection(request, ..., draft)``  a reason to wait although these rows are there, or nothing
+policy here answers two questions about a request that could otherwise join now: for how many of its tokens rows are set
+aside at once (``tokens``), and whether it has to wait although these are there (``objection``).
 
 What each promises is in its docstring, and is what the tests of this module check. Careful ones admit late and leave
 memory unused, careless ones admit early and pay with preemptions: neither is better for every workload.
@@ -14,6 +11,7 @@ memory unused, careless ones admit early and pay with preemptions: neither is be
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -31,21 +29,17 @@ if TYPE_CHECKING:
     from minibatch.plan_draft import PlanDraft
 
 
-@dataclass(frozen=True, repr=False)
-class Optimistic(Policy):
-    """Joins as soon as what it computes in its first iteration fits.
+class AdmissionPolicy(Policy, ABC):
+    """What a plan asks."""
 
-    Promises that no block stays free which the next request could use now. Requests may outgrow the pool at any time,
-    and a prompt that is cut may lose its first pieces before its last one is computed.
-    """
+    reserves_maximum = False  # of a policy that sets aside all that a request may ever need: nobody grows
 
-    reserves_maximum = False  # of the policies that set aside all that a request may ever need: nobody grows
-
+    @abstractmethod
     def tokens(self, request: RequestState, size: int) -> int:
-        return size
+        """For how many of its tokens rows are set aside; its first iteration would compute up to token ``size``."""
 
     def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
-        """The empty string: none."""
+        """Why it has to wait although these rows are there; the empty string: it need not."""
         return ""
 
     def check(self, request: RequestState, kv: KVCache) -> None:
@@ -53,7 +47,19 @@ class Optimistic(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class Watermark(Optimistic):
+class Optimistic(AdmissionPolicy):
+    """Joins as soon as what it computes in its first iteration fits.
+
+    Promises that no block stays free which the next request could use now. Requests may outgrow the pool at any time,
+    and a prompt that is cut may lose its first pieces before its last one is computed.
+    """
+
+    def tokens(self, request: RequestState, size: int) -> int:
+        return size
+
+
+@dataclass(frozen=True, repr=False)
+class Watermark(AdmissionPolicy):
     """Joins if its prompt fits and ``share`` of the pool stays free for those who run to grow into (vLLM's watermark).
 
     ``whole_prompt``  all that it has to compute must fit, not only the first chunk: a prompt that is cut never gets
@@ -73,13 +79,14 @@ class Watermark(Optimistic):
 
     def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
         memory, keep = draft.memory, int(self.share * draft.memory.kv.num_units)
-        if not keep or not draft.running or memory.free - memory.need(request, num_tokens) >= keep:
+        alone = not draft.running or not memory.kv.grows  # or nobody grows: then nothing has to be kept for anybody
+        if alone or not keep or memory.free - memory.need(request, num_tokens) >= keep:
             return ""
         return f"watermark: {memory.shortage(request, num_tokens)}, and {keep} are kept free"
 
 
 @dataclass(frozen=True, repr=False)
-class ReserveMaximum(Optimistic):
+class ReserveMaximum(AdmissionPolicy):
     """Sets aside all that the request may ever need, ``P + G - 1`` tokens, before it joins (Orca, section 4.2).
 
     Promises that nobody is ever preempted for memory. Most of what is set aside is never filled.
@@ -98,11 +105,13 @@ class ReserveMaximum(Optimistic):
 
 
 @dataclass(frozen=True, repr=False)
-class Forecast(Optimistic):
-    """Joins if the *peak* of what everybody will hold, as far as lengths can be predicted, fits (LightLLM's scheduler).
+class Forecast(AdmissionPolicy):
+    """Joins if the *peak* of what everybody will hold, as far as lengths can be predicted, fits.
 
     Not everybody is at their longest at the same time. If everybody gets a token an iteration, what they hold peaks
-    when one of them is about to end; so it is enough to look at these moments (Gong et al., ASPLOS 2025).
+    when one of them is about to end; so it is enough to look at these moments. This is the future half of LightLLM's
+    Past-Future scheduler (Gong et al., ASPLOS 2025); the past half, lengths guessed from recent answers, would be a
+    predictor.
 
     Promises that nobody is preempted, as long as the predictions are upper bounds, whoever runs gets a token in every
     iteration, prompts are not cut and ``n`` is 1. Blocks that are shared count once a request, which is too many.
@@ -118,10 +127,10 @@ class Forecast(Optimistic):
         if not (kv.grows and draft.running):  # a slot does not grow; and alone, anything that passed the door fits
             return ""
         # From one candidate of a plan to the next, those who run are the same or one more, if nobody is displaced.
-        known = (future for members, future in draft.notes.get(self, ()) if members == draft.running)
+        known = (future for members, future in draft.notes.get(id(self), ()) if members == draft.running)
         future = next(known, None) or Future(draft.running, self._left, kv.unit_size)
         joined = future.joined_by(request.num_tokens, self._left(request))
-        draft.notes[self] = (list(draft.running), future), ([*draft.running, request], joined)
+        draft.notes[id(self)] = (list(draft.running), future), ([*draft.running, request], joined)
         peak = joined.peak
         if peak <= kv.num_units:
             return ""

@@ -10,9 +10,10 @@ A waiting request can displace running ones too, if the policy says by what (``d
 its priority). It displaces only those whose number is strictly greater, so that equals never take turns.
 
 Whatever the rule, the *senior* is no candidate while there is another: the running request with the lowest number
-(without ``displaces``: priority), among equals the one that arrived first. So there is always one that nobody can
-displace; it ends, and then there is another senior: preemptions are finite. The plan adds the other half of that
-guarantee (the thrash guard): what was just taken from one does not go to a newcomer in the same iteration.
+(without ``displaces``: priority), among equals the one that arrived first. So of those who run there is always one that
+none of the others can displace; it ends, and then there is another senior: only new arrivals bring new preemptions. The
+plan adds the other half of that guarantee (the thrash guard): what was just taken from one does not go to a newcomer in
+the same iteration.
 """
 
 from __future__ import annotations
@@ -74,24 +75,23 @@ class ByTokensLeft(Policy):
 # --- policies ---
 
 
-@dataclass(frozen=True, repr=False)
-class Recompute(Policy):
-    """Drop and compute again. Costs the *recompute tax*: tokens that go through the model twice."""
+class PreemptionPolicy(Policy):
+    """What a plan asks. By itself nobody is ever displaced.
 
-    victim: VictimRule = newest
+    ``displaces``    by what a waiting request may displace running ones; None: it may not
+    ``host_tokens``  tokens of K/V of swapped requests that host memory has room for
+    """
+
     displaces: Rank | None = None
+    host_tokens: int = 0
 
-    host_tokens = 0  # most tokens of swapped requests
+    def choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
+        """The next victim, of candidates in the order of their admission; None: nobody."""
+        return None
 
-    def choose(self, running: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
-        """The next victim among the running requests, the one that needs room included; None: nobody."""
-        by = self.displaces or by_priority
-        senior = min(running, key=lambda request: (by(request), request.rank))
-        candidates = [request for request in running if request is not senior] or running
-        victim = self.victim(candidates, memory)
-        if victim not in candidates:
-            raise PlanError(f"{self!r} chose {getattr(victim, 'label', victim)}, which is no candidate")
-        return victim
+    def seniority(self, request: RequestState) -> tuple[float, float]:
+        """The lowest of those who run is no candidate."""
+        return (self.displaces or by_priority)(request), request.rank
 
     def outranked(self, waiting: RequestState, running: Sequence[RequestState]) -> list[RequestState]:
         """Those of the running requests that the waiting one may displace."""
@@ -102,31 +102,36 @@ class Recompute(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class Swap(Recompute):
-    """Copy to the host and back. Costs transfers, and nothing is computed twice.
-
-    ``host_tokens``  tokens of K/V that host memory has room for; a victim that does not fit is recomputed
-    """
-
-    host_tokens: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        check_int("host_tokens", self.host_tokens, 1)
-
-
-@dataclass(frozen=True, repr=False)
-class Never(Policy):
+class Never(PreemptionPolicy):
     """Nobody is displaced.
 
     Safe where nobody grows: with ``ReserveMaximum``, or on slots. Elsewhere all may come to wait for room that the
     others hold; then the engine raises EngineStalled and says so.
     """
 
-    displaces = None
-    host_tokens = 0
 
-    def outranked(self, waiting: RequestState, running: Sequence[RequestState]) -> list[RequestState]:
-        return []
+@dataclass(frozen=True, repr=False)
+class Recompute(PreemptionPolicy):
+    """Drop and compute again. Costs the *recompute tax*: tokens that go through the model twice."""
 
-    def choose(self, running: Sequence[RequestState], memory: KVDraft) -> None:
-        return None
+    victim: VictimRule = newest
+    displaces: Rank | None = None
+
+    def choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
+        victim = self.victim(candidates, memory)
+        if victim is None:
+            raise PlanError(f"{self!r}: its victim rule chose nobody")
+        return victim
+
+
+@dataclass(frozen=True, repr=False)
+class Swap(Recompute):
+    """Copy to the host and back. Costs transfers, and nothing is computed twice.
+
+    A victim for which the host has no room is recomputed.
+    """
+
+    host_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        check_int("host_tokens", self.host_tokens, 1)

@@ -67,7 +67,10 @@ class Order:
     def add(self, request: RequestState) -> None:
         """It waits from now on: it has arrived, or has been preempted."""
         self.used = True
-        entry = (self.key(request), request.rank, request)
+        key = self.key(request)
+        if key != key:  # NaN has no place in any order
+            raise ValueError(f"{self!r} gives {request.label} the key {key!r}")
+        entry = (key, request.rank, request)
         insort(self._waiting, entry)
         self._entries[request] = entry
 
@@ -103,7 +106,7 @@ class FCFS(Order):
     def __init__(self, lookahead: int = 0, patience: float = math.inf) -> None:
         super().__init__()
         check_int("lookahead", lookahead, 0)
-        self.lookahead, self.patience = lookahead, check_patience(patience)
+        self.lookahead, self.patience = lookahead, checked_patience(patience)
 
     def walk(self, draft: PlanDraft, now: float) -> Iterator[RequestState]:
         for request in self:
@@ -112,8 +115,7 @@ class FCFS(Order):
                 return
 
     def __repr__(self) -> str:
-        patience = "" if self.patience == math.inf else f", patience={self.patience:g}"
-        return f"FCFS(lookahead={self.lookahead}{patience})" if self.lookahead else "FCFS()"
+        return f"FCFS(lookahead={self.lookahead}{said_patience(self)})" if self.lookahead else "FCFS()"
 
 
 class Priority(Order):
@@ -121,7 +123,8 @@ class Priority(Order):
 
     Priority minus gained levels is ``priority - (now - arrival) / ageing``. ``now`` is the same for all, so the order
     of two requests never changes, and needs no sorting again: their key is ``priority + arrival / ageing``. Hence a
-    bound: a request is overtaken only by those that come less than ``ageing * (its priority - theirs)`` seconds later.
+    bound: a request is overtaken only by those that come less than ``ageing * (its priority - theirs)`` seconds later
+    (as long as nobody displaces by priority, which does not age).
     """
 
     def __init__(self, ageing: float = math.inf) -> None:
@@ -143,7 +146,8 @@ class Priority(Order):
 class ShortestFirst(Order):
     """The one that is expected to generate the fewest tokens first; of a preempted one, what is left counts.
 
-    Minimises the mean wait if predictions are right; a long request may wait for ever. With
+    Minimises the mean wait of requests that are all there and run one at a time, if predictions are right; where they
+    share a batch and its memory it need not, and a long request may wait for ever. With
     ``Recompute(displaces=ByTokensLeft(predictor))`` or ``Swap`` it becomes shortest-*remaining*-first, preemptive.
     """
 
@@ -171,7 +175,7 @@ class LongestPrefix(Order):
     def __init__(self, window: int = 16, patience: float = math.inf) -> None:
         super().__init__()
         check_int("window", window, 1)
-        self.window, self.patience = window, check_patience(patience)
+        self.window, self.patience = window, checked_patience(patience)
 
     def walk(self, draft: PlanDraft, now: float) -> Iterator[RequestState]:
         queue = iter(self)
@@ -186,8 +190,17 @@ class LongestPrefix(Order):
             window.extend(islice(queue, 1))
 
     def __repr__(self) -> str:
-        patience = "" if self.patience == math.inf else f", patience={self.patience:g}"
-        return f"LongestPrefix(window={self.window}{patience})"
+        return f"LongestPrefix(window={self.window}{said_patience(self)})"
+
+
+def checked_patience(seconds: float) -> float:
+    if seconds != math.inf:
+        check_float("patience", seconds, 0.0, math.inf)
+    return seconds
+
+
+def said_patience(order: FCFS | LongestPrefix) -> str:
+    return "" if order.patience == math.inf else f", patience={order.patience:g}"
 
 
 # --- by client ---
@@ -280,11 +293,12 @@ class RoundRobin(ByClient):
         return self._last_turn.get(client, 0)
 
     def after(self, standing: float, request: RequestState, draft: PlanDraft) -> float:
-        return self._num_turns + len(draft.admissions)
+        return standing if request.timeline.runs else self._num_turns + len(draft.admissions)
 
     def take(self, request: RequestState) -> None:
-        self._num_turns += 1
-        self._last_turn[request.client] = self._num_turns
+        if not request.timeline.runs:  # else it is back from a preemption, and has had its turn
+            self._num_turns += 1
+            self._last_turn[request.client] = self._num_turns
         super().take(request)
 
     def note(self, request: RequestState) -> str:
@@ -299,16 +313,19 @@ class Fair(ByClient):
     counter (divided by its weight) is next. A client that comes back from idleness is *lifted* to the lowest counter of
     those who wait: what it did not use while it was away, it does not get back.
 
-    Under the conditions of the paper (the maximum is reserved, nobody is preempted, nothing cached, equal weights, an
-    output token not cheaper than an input token) the counters of two backlogged clients never differ by more than
-    ``output_weight * (KV capacity in tokens) + input_weight``, and the services that they get in any interval by more
-    than twice that. (The paper's bound has no last term: it counts the newest token as cached, and here it is not yet.)
+    Under the conditions of the paper (the maximum is reserved, nobody is preempted, nothing cached, equal weights, one
+    answer a request, an output token not cheaper than an input token) the counters of two backlogged clients never
+    differ by more than ``output_weight * (KV capacity in tokens) + input_weight``, and the services that they get in
+    any interval by more than twice that. (The paper's bound has no last term: it counts the newest token as cached,
+    and here it is not yet.)
 
     What is charged for a request follows from its state alone, so it cannot drift: recomputation after a preemption is
     free, so are prompt tokens from a prefix cache, and an aborted request pays for what was computed.
 
     ``weights``  by client, default 1: twice the weight, twice the service
-    ``lift``     False: the older *least counter first*, with which a client that comes back is served alone for long
+    ``lift``     False: the paper's *least counter first*, with which a client that comes back is served alone for long
+
+    It remembers every client that it has ever seen.
     """
 
     def __init__(
@@ -325,6 +342,8 @@ class Fair(ByClient):
             check_float(f"weights[{client!r}]", weight, 0.0, math.inf, above=True)
         check_float("input_weight", input_weight, 0.0, math.inf)
         check_float("output_weight", output_weight, 0.0, math.inf)
+        if not input_weight + output_weight:
+            raise ValueError("input_weight and output_weight are both 0: no service would ever be counted")
         self.input_weight, self.output_weight, self.lift = input_weight, output_weight, lift
         self.settled: dict[str, float] = {}  # service of ended requests, and lifts
         self._served: dict[str, dict[RequestState, None]] = {}  # by client: admitted once, and not ended
@@ -338,7 +357,7 @@ class Fair(ByClient):
         return self._of_input(prompt - request.num_cached) + self.output_weight * len(request.generated)
 
     def counter(self, client: str) -> float:
-        """The service that the client has had, lifts included."""
+        """The service that the client has had, and what it was lifted by."""
         return self.settled.get(client, 0.0) + sum(map(self.charge, self._served.get(client, ())))
 
     def standing(self, client: str) -> float:
@@ -371,16 +390,18 @@ class Fair(ByClient):
         served = self._served.get(request.client, {})
         if request in served:
             del served[request]
+            if not served:
+                del self._served[request.client]
             self.settled[request.client] = self.settled.get(request.client, 0.0) + self.charge(request)
             self._reindex(request.client)
 
     def note(self, request: RequestState) -> str:
-        """How far the others are ahead: what they owe it."""
+        """Counters, each divided by its weight: how far the others are ahead is what they owe it."""
         others = list(islice((client for _, _, client in self._index if client != request.client), 3))
         more = len(self._index) - 1 - len(others)
         had = [f"{client} {self.standing(client):,.0f}" for client in others]
         had += [f"{more:,} more clients"] if more > 0 else []
-        return f"client {request.client} has had {self.standing(request.client):,.0f}; {', '.join(had)}".strip("; ")
+        return f"client {request.client} is at {self.standing(request.client):,.0f}; {', '.join(had)}".strip("; ")
 
     def _of_input(self, num_tokens: int) -> float:
         return self.input_weight * max(num_tokens, 0)
@@ -405,9 +426,3 @@ class Fair(ByClient):
         weights = f", weights={self.weights}" if self.weights else ""
         lift = "" if self.lift else ", lift=False"
         return f"Fair(input_weight={self.input_weight:g}, output_weight={self.output_weight:g}{weights}{lift})"
-
-
-def check_patience(patience: float) -> float:
-    if patience != math.inf:
-        check_float("patience", patience, 0.0, math.inf)
-    return patience
