@@ -185,7 +185,7 @@ def new_token_limit(num_prompt: int, max_tokens: int | None, max_model_len: int 
 
 
 def _check_token(token: object, vocab_size: int, what: str, error: type[InvalidPrompt] | type[InvalidParams]) -> None:
-    if isinstance(token, bool) or not isinstance(token, Integral):
+    if type(token) is not int and (isinstance(token, bool) or not isinstance(token, Integral)):
         raise error(f"{what} is {token!r}: not an integer")
     if not 0 <= token < vocab_size:
         raise error(f"{what} is {token}: this model's ids are 0 to {vocab_size - 1}")

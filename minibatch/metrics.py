@@ -97,7 +97,7 @@ def gaps(timeline: Timeline) -> np.ndarray:
 def requests_table(trace: Trace) -> pd.DataFrame:
     """One row a request, in the order of the trace: who, how much, when, and the latencies that follow from it.
 
-    With ``n > 1`` a row an answer; ``group`` is the request's id (else None), and ``num_prompt`` is that of each.
+    With ``n > 1`` a row an answer; ``group`` is the request's id (else missing), and ``num_prompt`` is that of each.
 
     Rows of aborted, rejected and unfinished requests hold what was measured before they ended. ``max_tbt`` is the
     longest gap: the worst stall that this user saw.

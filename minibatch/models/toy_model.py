@@ -83,11 +83,11 @@ class ToyModel:
         return np.array(logits).reshape(-1, self.vocab_size)
 
     def _logits(self, chunk: Chunk, kv: KVCache, store: ToyStore) -> list[np.ndarray]:
-        logits, state = [], 0
-        if chunk.num_logits:
+        logits, state, first = [], 0, chunk.stop - chunk.num_logits
+        if first < chunk.stop:
             for index, row in enumerate(kv.rows(chunk.request, 0, chunk.stop).tolist()):
                 position, token = store[row]  # a TypeError here: the row was never written
                 state = hash((state, position, token))  # of integers only, so the same in every process
-                if index >= chunk.stop - chunk.num_logits:
+                if index >= first:
                     logits.append(np.random.Generator(np.random.PCG64(state % 2**64)).standard_normal(self.vocab_size))
         return logits

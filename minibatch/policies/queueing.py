@@ -178,16 +178,15 @@ class LongestPrefix(Order):
         self.window, self.patience = window, checked_patience(patience)
 
     def walk(self, draft: PlanDraft, now: float) -> Iterator[RequestState]:
-        queue = iter(self)
-        window = list(islice(queue, self.window))
+        queue, cached = iter(self), draft.memory.cached_tokens
+        window = {request: cached(request) for request in islice(queue, self.window)}
         while window:
-            if now - window[0].arrival_time > self.patience:
-                request = window[0]
-            else:
-                request = max(window, key=draft.memory.cached_tokens)
+            request = next(iter(window))
+            if now - request.arrival_time <= self.patience:
+                request = max(window, key=window.__getitem__)
             yield request
-            window.remove(request)
-            window.extend(islice(queue, 1))
+            del window[request]
+            window.update((newcomer, cached(newcomer)) for newcomer in islice(queue, 1))
 
     def __repr__(self) -> str:
         return f"LongestPrefix(window={self.window}{said_patience(self)})"
