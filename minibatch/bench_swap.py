@@ -183,8 +183,8 @@ def describe(swapping: Swapping) -> str:
             "",
             table(titles, map(_row, swapping.lengths)),
             "",
-            f"recompute   {_line(swapping.recompute)}",
-            f"swap        {_line(swapping.swap)}",
+            f"recompute   {_line(swapping.recompute, [(x.tokens, x.recompute.median) for x in swapping.lengths])}",
+            f"swap        {_line(swapping.swap, [(x.tokens, x.swap.median) for x in swapping.lengths])}",
             f"break-even  {_verdict(swapping)}",
         ]
     )
@@ -205,8 +205,14 @@ def _row(length: Length) -> list[str]:
     ]
 
 
-def _line(line: Line) -> str:
-    return f"{line.start:.3g} ms + {1000 * line.per_token:.3g} us a token"
+def _line(line: Line, measured: Sequence[tuple[int, float]]) -> str:
+    """The fitted line, unless the points do not lie on one."""
+    off = {tokens: ms / (line.start + line.per_token * tokens) for tokens, ms in measured}
+    worst = max(off, key=lambda tokens: abs(np.log(max(off[tokens], 1e-9))))
+    if not 0.67 <= off[worst] <= 1.5:
+        return f"no straight line: at {worst:,} tokens measured {off[worst]:.2g} times what one would say"
+    factor = max(off[worst], 1 / off[worst])
+    return f"{line.start:.3g} ms + {1000 * line.per_token:.3g} us a token (within a factor of {factor:.2g})"
 
 
 def _verdict(swapping: Swapping) -> str:

@@ -303,6 +303,14 @@ def _bench_swap(options: argparse.Namespace) -> bench_swap.Swapping:
 
 # name -> what measures, what puts it into words, and what it is
 BENCHES: dict[str, tuple[Callable, Callable, str]] = {
-    "planning": (_bench_planning, bench_planning.describe, "what a plan costs, with every policy"),
-    "swap": (_bench_swap, bench_swap.describe, "from which length on swapping is cheaper than recomputing"),
+    "planning": (
+        _bench_planning,
+        bench_planning.describe,
+        "what a plan costs, with every policy (a minute or two; quicker with --plans 8)",
+    ),
+    "swap": (
+        _bench_swap,
+        bench_swap.describe,
+        "from which length on swapping is cheaper than recomputing (a minute; quicker with --longest 256)",
+    ),
 }

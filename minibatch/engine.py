@@ -26,6 +26,7 @@ from minibatch.lifecycle import Changes, Lifecycle
 from minibatch.models import Model
 from minibatch.next_tokens import next_tokens
 from minibatch.plan import Plan, Scheduler, check_plan
+from minibatch.policies.base import check_policy
 from minibatch.policies.queueing import FCFS, Order
 from minibatch.request import (
     EngineStalled,
@@ -41,6 +42,8 @@ from minibatch.request import (
 )
 from minibatch.streaming import Stream
 from minibatch.trace import Member, PadRow, StepReport, Trace, versions
+
+POLICIES = ("admission", "preemption")  # of a scheduler, that its trace names
 
 
 class Engine:
@@ -75,12 +78,13 @@ class Engine:
         if max_queue is not None:
             check_int("max_queue", max_queue, 0)
         self.queue = FCFS() if order is None else order
-        if not isinstance(self.queue, Order) or not hasattr(self.queue, "used"):
-            raise TypeError(f"order must be an Order whose __init__ has run (super().__init__()), got {order!r}")
-        if not kv_cache.is_untouched:
-            raise ValueError(f"{kv_cache!r} is in use by another engine: give each engine a cache of its own")
-        if self.queue.used:
-            raise ValueError(f"{order!r} is in use by another engine: give each engine an order of its own")
+        check_policy("order", self.queue, Order, "FCFS()")
+        if not hasattr(self.queue, "used"):
+            raise TypeError(f"{type(order).__name__} has no queue yet: its __init__ has to call super().__init__()")
+        for part, what in ((kv_cache, "a cache"), (self.queue, "an order")):
+            if part.used:
+                raise ValueError(f"{part!r} is or was used by another engine: give each engine {what} of its own")
+        kv_cache.used = self.queue.used = True
         limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
         self.max_model_len = min(limits) if limits else None
         self.door = Door(model, scheduler, kv_cache, self.max_model_len)
@@ -99,6 +103,7 @@ class Engine:
                 "scheduler": repr(scheduler),
                 "kv_cache": repr(kv_cache),
                 "order": repr(self.queue),
+                **{name: repr(getattr(scheduler, name)) for name in POLICIES if hasattr(scheduler, name)},
                 "kv_bytes_per_token": model.kv_bytes_per_token,
                 "max_model_len": self.max_model_len,
                 "sampling_seed": seed,
@@ -301,8 +306,9 @@ class Engine:
             stuck = [waiting for waiting in plan.waiting if waiting.request.status is Status.ACTIVE]
             head = stuck[0].request if stuck else next(iter(self.queue), None) or self.active[0]
             reason = next((waiting.reason for waiting in plan.waiting if waiting.request is head), plan.rest)
+            who = f"{head.label} is active and stuck" if stuck else f"the head is {head.label}"
             raise EngineStalled(
                 f"{type(self.scheduler).__name__} planned nothing with {len(self.queue)} waiting and "
-                f"{len(self.active)} active; the head is {head.label}: {reason or 'no reason given'}"
+                f"{len(self.active)} active; {who}: {reason or 'no reason given'}"
             )
         self.clock.wait_until(min(plan.wake_at, self.arrivals.next_time))

@@ -205,7 +205,9 @@ class _Teller:
         if change.swapped:
             what = f"the K/V of {_moved(self.trace, change.num_tokens)} go to the host"
         else:
-            what = f"the K/V of {_count(change.num_tokens, 'token')} are lost"
+            found = str(self.trace.meta.get("kv_cache", "")).startswith("PrefixCached")
+            fate = "are given up (the prefix cache may find them again)" if found else "are lost"
+            what = f"the K/V of {_count(change.num_tokens, 'token')} {fate}"
         self._say(step.start, step, f"{why}; {what}")
 
     def _displaced(self, step: StepReport) -> None:
@@ -370,7 +372,7 @@ def _reasons(said: Sequence[Said]) -> str:
     texts = (_because(some).removeprefix("for ") for some in kinds.values())
     if len(kinds) == 1:
         return next(texts)
-    return "; ".join(f"{len(some)} times {text}" for some, text in zip(kinds.values(), texts, strict=True))
+    return "; ".join(f"{_count(len(some), 'time')} {text}" for some, text in zip(kinds.values(), texts, strict=True))
 
 
 def _ending(trace: Trace, timeline: Timeline, recomputed: int = 0) -> str:

@@ -84,6 +84,7 @@ class KVCache(ABC):
         self.num_units, self.unit_size = num_units, unit_size
         self.num_rows = num_units * unit_size
         self.host: dict[RequestState, int] = {}
+        self.used = False  # whether an engine has it
 
     @property
     @abstractmethod
@@ -99,11 +100,6 @@ class KVCache(ABC):
     def num_cached(self) -> int:
         """Those of the free units that still hold a prefix which can be found."""
         return 0
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no engine has left anything here."""
-        return self.num_free == self.num_units and not self.num_cached and not self.host
 
     @abstractmethod
     def units_for(self, num_tokens: int) -> int:

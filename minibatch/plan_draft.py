@@ -17,6 +17,7 @@ from typing import Any
 from minibatch.kv_cache import KVCache, KVDraft
 from minibatch.plan import Admission, Chunk, Plan, PlanError, Preemption, Waiting
 from minibatch.policies.admission import AdmissionPolicy
+from minibatch.policies.base import check_policy
 from minibatch.policies.preemption import Never, PreemptionPolicy
 from minibatch.policies.queueing import Order
 from minibatch.request import NeverFits, RequestState
@@ -130,8 +131,9 @@ class PlanDraft:
     def _choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
         victim = self.preemption.choose(candidates, memory)
         if victim is not None and victim not in candidates:
-            what = f"{getattr(victim, 'label', victim)}, which is no candidate"
-            raise PlanError(f"{self.preemption!r} chose {what}: those are {', '.join(c.label for c in candidates)}")
+            what = getattr(victim, "label", None) or f"{type(victim).__name__} {victim!r:.40}"
+            among = ", ".join(candidate.label for candidate in candidates)
+            raise PlanError(f"{self.preemption!r} chose {what}, which is no candidate: those are the requests {among}")
         return victim
 
     def _displace(self, victim: RequestState, by: RequestState, why: str) -> None:
@@ -177,7 +179,7 @@ class PlanDraft:
     def _to_reserve(self, request: RequestState, stop: int) -> int:
         num_tokens, most = self.admission.tokens(request, stop), request.max_cached_tokens
         if not (isinstance(num_tokens, Integral) and stop <= num_tokens <= most):
-            what = f"{request.label}, which computes up to token {stop} now and {most} in all"
+            what = f"{request.label}: this has to be a whole number from {stop} (computed now) to {most} (in all)"
             raise PlanError(f"{self.admission!r} sets aside {num_tokens!r} tokens for {what}")
         return int(num_tokens)
 
@@ -186,8 +188,11 @@ class PlanDraft:
         if self.num_seqs + request.num_seqs > self.max_num_seqs:
             need = f"needs {request.num_seqs}, " if request.siblings else ""
             return f"slots: {need}{self.num_seqs} of {self.max_num_seqs} taken"
-        if objection := self.admission.objection(request, num_tokens, self):
-            return str(objection)
+        objection = self.admission.objection(request, num_tokens, self)
+        if not isinstance(objection, str):
+            raise PlanError(f"{self.admission!r} objects {objection!r}: give the reason as a text, '' if there is none")
+        if objection:
+            return objection
         if self.memory.need(request, num_tokens) > self.memory.free:
             return f"{self.memory.kv.unit_name}s: {self.memory.shortage(request, num_tokens)}"
         return ""
@@ -242,9 +247,8 @@ def may_be_recomputed(scheduler: Any, kv: KVCache) -> bool:
 
 def check_policies(scheduler: Any) -> None:
     """Raises TypeError if one of its policies is not one: a class that nobody has called, or a name."""
-    for name, kind in (("admission", AdmissionPolicy), ("preemption", PreemptionPolicy)):
-        if not isinstance(getattr(scheduler, name), kind):
-            raise TypeError(f"{name} must be an object of a kind of {kind.__name__}, got {getattr(scheduler, name)!r}")
+    check_policy("admission", scheduler.admission, AdmissionPolicy, "Watermark()")
+    check_policy("preemption", scheduler.preemption, PreemptionPolicy, "Recompute()")
 
 
 def check_room(scheduler: Any, request: RequestState, kv: KVCache) -> None:

@@ -62,7 +62,7 @@ FOUND = Look("found in the prefix cache", MEMORY["cached"].color)
 # Lines and marks: label and style. The marks are of single moments.
 LINES = {
     "waiting": ("waiting", {"color": "#999999", "linewidth": 1.0, "linestyle": "-"}),
-    "preempted": ("preempted, K/V lost", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
+    "preempted": ("preempted, K/V given up", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
     "swapped": ("preempted, K/V on the host", {"color": "#009E73", "linewidth": 2.4, "linestyle": (0, (0.8, 0.8))}),
 }
 ARROW = [(-1, -0.7), (0, 0), (-1, 0.7)]  # its tip is at the time of arrival
@@ -74,6 +74,13 @@ MARKS = {
     "ended": ("aborted or refused", {"marker": "x", "color": "black", "markersize": 5, "zorder": 5}),
 }
 BUDGET = ("token budget", {"color": "black", "linewidth": 1.2, "linestyle": "--"})
+
+# What the caption does not mention: policies as they are if nobody chooses.
+USUAL = {
+    "order": "FCFS()",
+    "admission": "Watermark(share=0.01,",
+    "preemption": "Recompute(victim=newest, displaces=None)",
+}
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi
 DPI = 100
@@ -175,7 +182,18 @@ def footer(traces: Iterable[Trace]) -> str:
         values = list(dict.fromkeys(texts))
         if values:
             parts.append((f"{key} " if key in ("model", "workload", "seed") else "") + " / ".join(values))
-    return " · ".join(parts)
+    return " · ".join([*parts[:-1], *_policies(traces), *parts[-1:]])
+
+
+def _policies(traces: list[Trace]) -> Iterator[str]:
+    """Those that are not the usual ones."""
+    for key, usual in USUAL.items():
+        values = list(dict.fromkeys(trace.meta[key] for trace in traces if key in trace.meta))
+        if any(not value.startswith(usual) for value in values):
+            yield f"{key} {' / '.join(values)}"
+    cached = [trace.meta.get("kv_cache", "").startswith("PrefixCached") for trace in traces]
+    if any(cached):
+        yield "prefix cache" if all(cached) else f"prefix cache in {sum(cached)} of {len(cached)}"
 
 
 def _text(value: Any) -> str:

@@ -85,7 +85,8 @@ class SamplingParams:
     ``ignore_eos``           go on after an end-of-sequence token
     ``seed``                 makes this request's draws a function of (seed, index of the token) alone
     ``logprobs``             with every token, its log-probability and those of the k most likely ones
-    ``prompt_logprobs``      the same for the tokens of the prompt (the first has none)
+    ``prompt_logprobs``      the same for the tokens of the prompt (the first has none); all of them are computed then,
+                             whatever a prefix cache has
     ``skip_special_tokens``  leave special tokens out of the text
     """
 

@@ -168,10 +168,12 @@ def test_the_verdict_in_words(found, words):
     times = Times(3, 2.0, 1.0, 3.0, 3.0)
     lengths = (Length(16, 2**20, times, replace(times, median=1.0), replace(times, median=4.0)),)
     lengths += (replace(lengths[0], tokens=32),)
-    swapping = Swapping("tiny", "float32", "cpu", lengths, Line(1.0, 0.002), Line(0.5, 0.1), found)
+    swapping = Swapping("tiny", "float32", "cpu", lengths, Line(1.9, 0.004), Line(0.9, 0.004), found)
     text = bench_swap.describe(swapping)
     assert words in text and "same memory here" in text
-    assert "1 ms + 2 us a token" in text and "0.5 ms + 100 us a token" in text
+    assert "1.9 ms + 4 us a token (within a factor of 1)" in text and "0.9 ms + 4 us a token (within" in text
+    bent = bench_swap.describe(replace(swapping, swap=Line(0.5, 0.1)))
+    assert "swap        no straight line: at 32 tokens measured 0.27 times what one would say" in bent
     (row,) = (line.split() for line in text.splitlines() if line.startswith("16 "))
     assert row == ["16", "1.00", "2.00", "1.00-3.00", "1.00", "1.00-3.00", "2.0", "4.00", "25%"]
     assert "same memory" not in bench_swap.describe(replace(swapping, device="cuda:0"))

@@ -227,7 +227,7 @@ BAD_POLICIES = [
     (["--preemption", "my_policies:needs"], 2, "preemption: my_policies:needs: TypeError"),
     (["--order", "my_policies:Twice"], 5, "static: Twice() named r"),
     (["--admission", "my_policies:Greedy"], 5, "continuous: Greedy() sets aside 1000000 tokens for r"),
-    (["--preemption", "my_policies:Strange"], 5, "chose nobody, which is no candidate"),
+    (["--preemption", "my_policies:Strange"], 5, "chose str 'nobody', which is no candidate"),
     (["--preemption", "never", "--admission", "optimistic"], 5, "paged: ContinuousBatching planned nothing"),
 ]
 

@@ -23,6 +23,7 @@ from minibatch import (
 )
 from minibatch.plan import PlanError
 from minibatch.policies import (
+    AdmissionPolicy,
     ByTokensLeft,
     Fair,
     Forecast,
@@ -31,7 +32,6 @@ from minibatch.policies import (
     Order,
     Priority,
     Recompute,
-    ReserveMaximum,
     RoundRobin,
     ShortestFirst,
     Swap,
@@ -136,7 +136,7 @@ def test_a_victim_rule_may_choose_only_whom_the_newcomer_outranks(way):
     engine.step()
     boss.append(engine.active[0])
     engine.submit(of(ask("mid", 4, 4, at=None), 2))
-    with pytest.raises(PlanError, match="chose boss, which is no candidate: those are low"):
+    with pytest.raises(PlanError, match="chose boss, which is no candidate: those are the requests low"):
         engine.step()
     check_invariants(engine, fcfs=False)
 
@@ -177,23 +177,84 @@ def test_the_number_of_tokens_may_be_any_kind_of_integer():
 # ---------------------------------------------------------------- what is no policy, or loses requests
 
 
-@pytest.mark.parametrize("order", [Fair, "fair", object()], ids=str)
-def test_what_is_no_order_is_refused_by_the_engine(order):
+NO_POLICIES = {
+    "a class": (Fair, "is the class Fair, not an object of it: write Fair"),
+    "a name": ("fair", "is 'fair': names are for the command line; give an object such as"),
+    "another kind": (Never(), r"must be derived from \w+, such as \w+\(\); got Never\(\)"),
+}
+
+
+@pytest.mark.parametrize("order, says", NO_POLICIES.values(), ids=NO_POLICIES)
+def test_what_is_no_order_is_refused_by_the_engine(order, says):
     """Fault: an AttributeError about the engine's innards."""
-    with pytest.raises(TypeError, match="order must be an Order"):
+    with pytest.raises(TypeError, match=f"order {says}"):
         Engine(ToyModel(), ContinuousBatching(), PagedKVCache(8), order=order)
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatching, ChunkedPrefill])
-@pytest.mark.parametrize(
-    "policies",
-    [{"admission": ReserveMaximum}, {"admission": Never()}, {"preemption": Swap}, {"preemption": "swap"}],
-    ids=str,
-)
-def test_what_is_no_policy_is_refused_by_the_scheduler(kind, policies):
+@pytest.mark.parametrize("name", ["admission", "preemption"])
+@pytest.mark.parametrize("policy, says", NO_POLICIES.values(), ids=NO_POLICIES)
+def test_what_is_no_policy_is_refused_by_the_scheduler(kind, name, policy, says):
     """Fault: a class that nobody has called is found out at the first preemption, hours later."""
-    with pytest.raises(TypeError, match=f"{next(iter(policies))} must be an object of a kind of"):
-        kind(**policies)
+    if name == "preemption" and policy == Never():
+        policy, says = Optimistic(), says.replace("Never", "Optimistic")
+    with pytest.raises(TypeError, match=f"{name} {says}"):
+        kind(**{name: policy})
+
+
+@pytest.mark.parametrize("rule", ["newest", True, ByTokensLeft, None], ids=str)
+def test_a_victim_rule_that_is_no_function_is_refused(rule):
+    """Fault: found out when memory runs out."""
+    with pytest.raises(TypeError, match="victim must be a function such as newest"):
+        Recompute(victim=rule)
+    if rule is not None:
+        with pytest.raises(TypeError, match="displaces must be a function such as by_priority"):
+            Swap(displaces=rule)
+
+
+@pytest.mark.parametrize("answer", [True, None, 3])
+def test_an_objection_has_to_be_a_reason(answer):
+    """Fault: a request waits because of "True"."""
+
+    class Shy(Optimistic):
+        def objection(self, request, num_tokens, draft):
+            return answer
+
+    engine = Engine(ToyModel(), ContinuousBatching(2, 64, admission=Shy()), PagedKVCache(8, 4))
+    with pytest.raises(PlanError, match=rf"Shy\(\) objects {answer}: give the reason as a text"):
+        engine.run([ask("a", 2, 2)])
+
+
+def test_a_policy_need_not_be_a_dataclass():
+    """Fault: only dataclasses have a repr, so that the plain class that README shows cannot be put into an engine."""
+
+    class Plain(AdmissionPolicy):
+        def __init__(self, most):
+            self.most = most
+
+        def tokens(self, request, size):
+            return request.num_tokens
+
+        def objection(self, request, num_tokens, draft):
+            return f"{self.most} run" if len(draft.running) >= self.most else ""
+
+    class Bare(Plain):
+        def __init__(self):
+            Plain.__init__(self, 1)
+
+    for policy, said in ((Plain(1), "Plain(most=1)"), (Bare(), "Bare(most=1)")):
+        engine = Engine(ToyModel(), ContinuousBatching(4, 64, admission=policy), PagedKVCache(8, 4))
+        run(engine, [ask("a", 2, 3), ask("b", 2, 3)])
+        assert said in engine.trace.meta["scheduler"] and token_steps(engine, "b")[0] == 4
+
+
+@pytest.mark.parametrize("part", ["cache", "order"])
+def test_two_engines_do_not_share_a_cache_or_an_order(part):
+    """Fault: found out, if at all, when both have requests."""
+    kv, order = PagedKVCache(8, 4), Fair()
+    Engine(ToyModel(), ContinuousBatching(), kv if part == "cache" else PagedKVCache(8, 4), order=order)
+    with pytest.raises(ValueError, match="is or was used by another engine"):
+        Engine(ToyModel(), ContinuousBatching(), kv, order=Fair() if part == "cache" else order)
 
 
 def test_a_key_that_is_no_number_is_refused_when_the_request_comes():
@@ -265,7 +326,7 @@ def test_an_order_that_names_nobody_is_a_stall(scheduler):
 def test_a_deadlock_of_running_requests_is_told_from_their_side():
     """Never. Fault: the error speaks of a waiting request, which waits because of those that are stuck."""
     engine = Engine(ToyModel(), ContinuousBatching(2, 64, preemption=Never()), PagedKVCache(4, 4))
-    with pytest.raises(EngineStalled, match="the head is a: blocks: needs 1 blocks, 0 free"):
+    with pytest.raises(EngineStalled, match="a is active and stuck: blocks: needs 1 blocks, 0 free"):
         engine.run([ask("a", 8, 8), ask("b", 8, 8), ask("w", 8, 2)])
 
 

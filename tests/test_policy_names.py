@@ -280,13 +280,21 @@ MISTAKES = {
     "names one that is to come": (WrongOrder, lambda e, d, now: [state(e, "far")], "named far, which does not wait"),
     "forgets to return the walk": (WrongOrder, lambda e, d, now: None, "walks over None"),
     "names no request": (WrongOrder, lambda e, d, now: [3], "named 3, which does not wait in it"),
-    "sets too few tokens aside": (WrongTokens, lambda e, r, size: size - 1, "sets aside 2 tokens for w, which"),
-    "sets too many tokens aside": (WrongTokens, lambda e, r, size: 10**6, "sets aside 1000000 tokens for w, which"),
+    "sets too few tokens aside": (
+        WrongTokens,
+        lambda e, r, size: size - 1,
+        "sets aside 2 tokens for w: this has",
+    ),
+    "sets too many tokens aside": (
+        WrongTokens,
+        lambda e, r, size: 10**6,
+        "sets aside 1000000 tokens for w: this has",
+    ),
     "sets a fraction aside": (WrongTokens, lambda e, r, size: size + 0.5, "sets aside 3.5 tokens for w"),
     "sets nothing aside": (WrongTokens, lambda e, r, size: None, "sets aside None tokens for w"),
     "displaces one that waits": (WrongChoice, lambda e, r, m: state(e, "w"), "chose w, which is no candidate"),
     "displaces one that is to come": (WrongChoice, lambda e, r, m: state(e, "far"), "chose far, which is no candidate"),
-    "displaces no request": (WrongChoice, lambda e, r, m: "a", "chose a, which is no candidate"),
+    "displaces no request": (WrongChoice, lambda e, r, m: "a", "chose str 'a', which is no candidate"),
     "has a rule that picks another": (WrongVictim, lambda e, c, m: state(e, "w"), "chose w, which"),
 }
 RAISING = {
@@ -365,7 +373,7 @@ class FailingKey(Order):
 
 class UnlikeKeys(Order):
     def key(self, request):
-        return None if request.request_id.startswith("b") else request.rank
+        return "late" if request.request_id.startswith("b") else request.rank
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -399,7 +407,7 @@ def test_an_order_that_does_not_call_its_base_is_not_taken_by_an_engine():
         def __init__(self):
             pass
 
-    with pytest.raises(TypeError, match="must be an Order whose __init__ has run"):
+    with pytest.raises(TypeError, match="Bare has no queue yet: its __init__ has to call"):
         an_engine(order=Bare())
 
 

@@ -808,7 +808,7 @@ def test_nobody_joins_once_somebody_is_preempted_but_the_one_that_displaced_it(d
     run(make(Watched(scheduler, watch), paged(pick), any_order(pick)), workload(pick, 10))
 
 
-@few(80)
+@few(150)
 def test_where_prefills_come_first_newcomers_give_way_before_anybody_is_preempted(data):
     """Thrash guard. Fault: a running request is preempted so that one that joins in the same iteration can stay."""
     pick = picks(data.draw)
@@ -816,9 +816,11 @@ def test_where_prefills_come_first_newcomers_give_way_before_anybody_is_preempte
     def watch(plan, queue, active, kv, now):
         assert not (plan.preemptions and plan.admissions)
 
-    policies = {"admission": make_admission(pick), "preemption": pick([Recompute, Swap])(pick(VICTIMS))}
-    scheduler = ContinuousBatching(pick([2, 3, 5]), 40, pick(["mixed", "prefill-first"]), "prefill", **policies)
-    run(make(Watched(scheduler, watch), paged(pick), any_order(pick)), workload(pick, 10))
+    admission = pick([Optimistic(), Watermark(0.0), Forecast(expects_one)])
+    policies = {"admission": admission, "preemption": pick([Recompute, Swap])(pick(VICTIMS))}
+    scheduler = ContinuousBatching(pick([3, 5]), 40, "mixed", "prefill", **policies)
+    size = pick([1, 2, 3])
+    run(make(Watched(scheduler, watch), PagedKVCache(SLOT // size, size), any_order(pick)), workload(pick, 12))
 
 
 @pytest.mark.parametrize("victim", [most_blocks, lowest_priority])
@@ -829,6 +831,18 @@ def test_a_newcomer_that_took_the_last_block_gives_it_back_before_anybody_is_pre
     requests = [ask("senior", 2, 4), replace(ask("junior", 4, 4), priority=2), ask("newcomer", 2, 1, at=1.0)]
     reports = run(engine, [replace(requests[0], priority=0), requests[1], replace(requests[2], priority=1)])
     assert not any(step.preempted and step.admitted for step in reports)
+
+
+def test_where_prefills_come_first_nobody_is_displaced_in_vain():
+    """Preemption. Fault: a newcomer takes the blocks of one that it outranks, and has to give them up in the same plan
+    to one that outranks it."""
+    scheduler = ContinuousBatching(
+        4, 64, first="prefill", admission=Optimistic(), preemption=Recompute(displaces=by_priority)
+    )
+    engine = make(scheduler, PagedKVCache(3, 2), Priority())
+    late, urgent = replace(ask("late", 2, 3), priority=2), replace(ask("urgent", 4, 1, at=1.0), priority=1)
+    for step in steps(engine, [ask("senior", 2, 3), late, urgent]):
+        assert {change.by for change in step.preempted} <= {member.request_id for member in step.members} | {"late"}
 
 
 # ---------------------------------------------------------------- swap
@@ -878,6 +892,17 @@ def test_a_victim_of_eight_tokens_is_swapped_if_the_host_has_room_for_eight(host
     assert [(p.request_id, p.num_tokens) for step in reports for p in step.preempted] == [("new", 8)]
     assert sum(step.recomputed for step in reports) == recomputed
     assert max(step.kv.host for step in reports) == 8 - recomputed
+
+
+@pytest.mark.parametrize(("host_tokens", "swapped"), [(4, 0), (9, 1), (10, 2)])
+def test_two_victims_of_one_plan_have_to_fit_the_host_together(host_tokens, swapped):
+    """Swap. Fault: each is compared with a host that the other has not filled yet."""
+    preemption = Swap(displaces=by_priority, host_tokens=host_tokens)
+    engine = make(ContinuousBatching(4, 64, preemption=preemption), PagedKVCache(4, 4), Priority())
+    urgent = replace(ask("urgent", 13, 2, at=2.0), priority=-1)
+    reports = run(engine, [ask("a", 4, 5), ask("b", 4, 5), urgent])
+    assert [change.num_tokens for change in reports[2].preempted] == [5, 5]
+    assert [change.swapped for change in reports[2].preempted].count(True) == swapped
 
 
 # ---------------------------------------------------------------- planning is pure

@@ -14,11 +14,12 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_snippets_on_the_toy_model_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, one_iteration, from_a_trace, own_policy = SNIPPETS
-    for snippet in (one_iteration, from_a_trace, own_policy):
-        exec(compile(snippet, "README.md", "exec"), {})
+    _, one_iteration, from_a_trace, *policies = SNIPPETS
+    names = {}
+    for snippet in (one_iteration, from_a_trace, *policies):
+        exec(compile(snippet, "README.md", "exec"), names)
     said = capsys.readouterr().out
-    assert "slots: 2 of 2 taken" in said and "[['of 3', 'of 9']," in said
+    assert "slots: 2 of 2 taken" in said and "[['of 3', 'of 9']," in said and "FCFS() {'big': " in said
     assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "run.png", "run.json"}
 
 

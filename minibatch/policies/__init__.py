@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minibatch.policies.admission import AdmissionPolicy, Forecast, Optimistic, ReserveMaximum, Watermark
+from minibatch.policies.predictors import Noisy, Oracle, like_its_prompt, upper_bound
 from minibatch.policies.preemption import (
     ByTokensLeft,
     Never,
@@ -43,7 +44,9 @@ __all__ = [
     "Forecast",
     "LongestPrefix",
     "Never",
+    "Noisy",
     "Optimistic",
+    "Oracle",
     "Order",
     "PreemptionPolicy",
     "Priority",
@@ -55,10 +58,12 @@ __all__ = [
     "Watermark",
     "by_priority",
     "least_progress_lost",
+    "like_its_prompt",
     "lowest_priority",
     "make",
     "most_blocks",
     "newest",
+    "upper_bound",
 ]
 
 ORDERS: dict[str, Callable[[], Any]] = {

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 
 class AdmissionPolicy(Policy, ABC):
-    """What a plan asks."""
+    """What a plan asks. One of your own::
+
+    class HalfFull(AdmissionPolicy):
+        def tokens(self, request, size):
+            return request.num_tokens
+
+        def objection(self, request, num_tokens, draft):
+            full = draft.memory.free < draft.memory.kv.num_units / 2
+            return "the cache is half full" if full and draft.running else ""
+    """
 
     reserves_maximum = False  # of a policy that sets aside all that a request may ever need: nobody grows
 

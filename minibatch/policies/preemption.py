@@ -117,6 +117,16 @@ class Recompute(PreemptionPolicy):
     victim: VictimRule = newest
     displaces: Rank | None = None
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for what is not a function, or a class that nobody has called."""
+        for name in ("victim", "displaces"):
+            value = getattr(self, name)
+            if isinstance(value, type) or not (callable(value) or (name == "displaces" and value is None)):
+                raise TypeError(
+                    f"{name} must be a function such as {'newest' if name == 'victim' else 'by_priority'}, "
+                    f"got {value!r}"
+                )
+
     def choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
         victim = self.victim(candidates, memory)
         if victim is None:
@@ -134,4 +144,5 @@ class Swap(Recompute):
     host_tokens: int = 1 << 20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_int("host_tokens", self.host_tokens, 1)

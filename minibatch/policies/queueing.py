@@ -38,12 +38,16 @@ class Order:
     lookahead = 0  # how many requests may be asked after one that does not fit
 
     def __init__(self) -> None:
-        self.used = False  # whether any request has ever waited here
+        self.used = False  # whether an engine has it
         self._waiting: list[tuple[Any, int, RequestState]] = []
         self._entries: dict[RequestState, tuple[Any, int, RequestState]] = {}
 
     def key(self, request: RequestState) -> Any:
-        """Whoever has the smallest is next."""
+        """Whoever has the smallest is next.
+
+        A request has ``num_prompt``, ``max_new_tokens``, ``generated``, ``priority``, ``client``, ``arrival_time``,
+        ``rank`` (its number in the order of arrival) and more: see ``request.RequestState``.
+        """
         return request.rank
 
     def note(self, request: RequestState) -> str:
@@ -66,9 +70,8 @@ class Order:
 
     def add(self, request: RequestState) -> None:
         """It waits from now on: it has arrived, or has been preempted."""
-        self.used = True
         key = self.key(request)
-        if key != key:  # NaN has no place in any order
+        if key is None or key != key:  # a forgotten return; NaN, which has no place in any order
             raise ValueError(f"{self!r} gives {request.label} the key {key!r}")
         entry = (key, request.rank, request)
         insort(self._waiting, entry)
