@@ -98,7 +98,7 @@ class Watermark(AdmissionPolicy):
 class ReserveMaximum(AdmissionPolicy):
     """Sets aside all that the request may ever need, ``P + G - 1`` tokens, before it joins (Orca, section 4.2).
 
-    Promises that nobody is ever preempted for memory. Most of what is set aside is never filled.
+    Promises that nobody is ever preempted for memory. What is set aside for an answer that ends early is never filled.
     """
 
     reserves_maximum = True
