@@ -370,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=240, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=180, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngine = EngineMachine.TestCase
 
@@ -380,7 +380,7 @@ class LongEngineMachine(EngineMachine):
 
 
 LongEngineMachine.TestCase.settings = settings(
-    max_examples=1400, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=800, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineForLong = pytest.mark.slow(LongEngineMachine.TestCase)
 
