@@ -25,6 +25,7 @@ from minibatch.policies import (
     Optimistic,
     Priority,
     Recompute,
+    ReserveMaximum,
     RoundRobin,
     ShortestFirst,
     Swap,
@@ -729,3 +730,18 @@ def test_chunked_prefill_starves_nobody(num_decoding):
     for request in requests[:num_decoding]:
         assert max(gaps(engine, request.request_id)) == 1
     assert token_steps(engine, "f1")[0] <= 4
+
+
+def test_the_bound_of_the_paper_is_exceeded_by_the_token_that_is_not_cached_yet():
+    """Fair. Fault: a bound is taken over from a paper that counts differently. A request that fills the cache of 8
+    tokens with 1 + 7 of them has generated 8: it is charged 1 + 2 * 8, and the paper's ``max(1 * 1, 2 * 8)`` is 16."""
+    order = Fair()
+    scheduler = ContinuousBatching(4, 64, admission=ReserveMaximum())
+    engine = Engine(ToyModel(), scheduler, PagedKVCache(8, 1), order=order)
+    for name in ("a1", "b1", "a2", "b2"):
+        engine.submit(of(ask(name, 1, 8), client=name[0]))
+    lead = 0.0
+    while engine.step() is not None:
+        if {request.client for request in order} == {"a", "b"}:
+            lead = max(lead, abs(order.counter("a") - order.counter("b")))
+    assert lead == 17.0
