@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, check_policies, check_room, least_recently_scheduled
+from minibatch.plan_draft import IterationLevel, PlanDraft, least_recently_scheduled
 from minibatch.policies.admission import AdmissionPolicy, Watermark
 from minibatch.policies.preemption import PreemptionPolicy, Recompute
 from minibatch.policies.queueing import Order
@@ -26,7 +26,7 @@ from minibatch.request import RequestState
 
 
 @dataclass(frozen=True)
-class ChunkedPrefill:
+class ChunkedPrefill(IterationLevel):
     """At most ``token_budget`` tokens an iteration, shared by up to ``max_num_seqs`` active requests.
 
     ``max_chunk``  the most that one request may have of an iteration, so that a long prompt cannot keep the whole
@@ -45,7 +45,7 @@ class ChunkedPrefill:
         check_int("max_num_seqs", self.max_num_seqs, 1)
         if self.max_chunk is not None:
             check_int("max_chunk", self.max_chunk, 1)
-        check_policies(self)
+        self._check_policies()
 
     def max_request_tokens(self, kv: KVCache) -> int:
         """All that the cache can hold."""
@@ -53,7 +53,7 @@ class ChunkedPrefill:
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Any request that the cache can hold can run: whatever its length, it is cut to the budget."""
-        check_room(self, request, kv)
+        self._check_room(request, kv)
 
     def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
         limits, policies = (self.token_budget, self.max_num_seqs), (self.admission, self.preemption)
@@ -62,7 +62,3 @@ class ChunkedPrefill:
         draft.run(r for r in active if not r.is_decoding)  # prompts begun before: they hold memory, so finish them
         draft.admit(queue, now)
         return draft.plan()
-
-    def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
-        """Each one as soon as it has finished."""
-        return [request for request in active if request.is_finished]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from minibatch.checks import check_int
 from minibatch.kv_cache import KVCache
 from minibatch.plan import Plan
-from minibatch.plan_draft import PlanDraft, check_policies, check_room, least_recently_scheduled, may_be_recomputed
+from minibatch.plan_draft import IterationLevel, PlanDraft, least_recently_scheduled
 from minibatch.policies.admission import AdmissionPolicy, Watermark
 from minibatch.policies.preemption import PreemptionPolicy, Recompute
 from minibatch.policies.queueing import Order
@@ -30,7 +30,7 @@ from minibatch.request import PromptTooLong, RequestState
 
 
 @dataclass(frozen=True)
-class ContinuousBatching:
+class ContinuousBatching(IterationLevel):
     """At most ``max_num_seqs`` active requests, and ``max_num_batched_tokens`` tokens an iteration.
 
     ``admission``, ``preemption``  see ``policies/``
@@ -50,7 +50,7 @@ class ContinuousBatching:
             raise ValueError(f"phase_order must be 'mixed' or 'prefill-first', got {self.phase_order!r}")
         if self.first not in ("decode", "prefill"):
             raise ValueError(f"first must be 'decode' or 'prefill', got {self.first!r}")
-        check_policies(self)
+        self._check_policies()
 
     @property
     def token_budget(self) -> int:
@@ -59,14 +59,14 @@ class ContinuousBatching:
     def max_request_tokens(self, kv: KVCache) -> int:
         """What fits the cache and, where a request may be recomputed, one iteration: see ``check``."""
         most = kv.max_request_tokens
-        return min(most, self.max_num_batched_tokens) if may_be_recomputed(self, kv) else most
+        return min(most, self.max_num_batched_tokens) if self._may_be_recomputed(kv) else most
 
     def check(self, request: RequestState, kv: KVCache) -> None:
         """Its prompt, or all it may have computed when it is preempted, must fit one iteration: nothing is cut here."""
-        check_room(self, request, kv)
+        self._check_room(request, kv)
         most, limit = request.num_prompt, self.max_num_batched_tokens
         what = f"prompt {most}"
-        if may_be_recomputed(self, kv):
+        if self._may_be_recomputed(kv):
             most = request.max_cached_tokens
             what += f" + {request.max_new_tokens} new tokens may need {most} tokens in one iteration after a preemption"
         if most > limit:
@@ -87,7 +87,3 @@ class ContinuousBatching:
             if self.phase_order == "mixed" or not draft.chunks:
                 draft.run(decodes)
         return draft.plan()
-
-    def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
-        """Each one as soon as it has finished."""
-        return [request for request in active if request.is_finished]

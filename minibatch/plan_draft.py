@@ -239,20 +239,30 @@ def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestSt
     return sorted(requests, key=lambda request: request.last_scheduled)
 
 
-def may_be_recomputed(scheduler: Any, kv: KVCache) -> bool:
-    """Whether a request may lose its K/V while it runs: to one that grows, or to one that outranks it."""
-    grows = kv.grows and not scheduler.admission.reserves_maximum
-    return not isinstance(scheduler.preemption, Never) and (grows or scheduler.preemption.displaces is not None)
+class IterationLevel:
+    """What schedulers that decide membership again in every iteration have in common: two policies, and that whoever
+    has finished leaves at once."""
 
+    max_num_seqs: int
+    admission: AdmissionPolicy
+    preemption: PreemptionPolicy
 
-def check_policies(scheduler: Any) -> None:
-    """Raises TypeError if one of its policies is not one: a class that nobody has called, or a name."""
-    check_policy("admission", scheduler.admission, AdmissionPolicy, "Watermark()")
-    check_policy("preemption", scheduler.preemption, PreemptionPolicy, "Recompute()")
+    def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
+        """Each one as soon as it has finished."""
+        return [request for request in active if request.is_finished]
 
+    def _may_be_recomputed(self, kv: KVCache) -> bool:
+        """Whether a request may lose its K/V while it runs: to one that grows, or to one that outranks it."""
+        grows = kv.grows and not self.admission.reserves_maximum
+        return not isinstance(self.preemption, Never) and (grows or self.preemption.displaces is not None)
 
-def check_room(scheduler: Any, request: RequestState, kv: KVCache) -> None:
-    """Raises a RequestRefused if the request could not even join an empty engine."""
-    if request.num_seqs > scheduler.max_num_seqs:
-        raise NeverFits(f"{request.num_seqs} answers need as many places, max_num_seqs is {scheduler.max_num_seqs}")
-    scheduler.admission.check(request, kv)
+    def _check_policies(self) -> None:
+        """Raises TypeError if one of them is not one: a class that nobody has called, or a name."""
+        check_policy("admission", self.admission, AdmissionPolicy, "Watermark()")
+        check_policy("preemption", self.preemption, PreemptionPolicy, "Recompute()")
+
+    def _check_room(self, request: RequestState, kv: KVCache) -> None:
+        """Raises a RequestRefused if the request could not even join an empty engine."""
+        if request.num_seqs > self.max_num_seqs:
+            raise NeverFits(f"{request.num_seqs} answers need as many places, max_num_seqs is {self.max_num_seqs}")
+        self.admission.check(request, kv)
