@@ -214,8 +214,7 @@ class Engine:
             try:
                 self._check_queue()
             except QueueFull as error:
-                for answer in (state, *state.siblings):
-                    self.life.finish(answer, "rejected", state.arrival_time, error)
+                self.life.refuse(state, error)
             else:
                 self.life.arrive(state)
 

@@ -65,10 +65,14 @@ class Lifecycle:
         try:
             self.queue.add(state)
         except Exception as error:  # of an order that is not ours: nobody is to be lost for it
-            for answer in (state, *state.siblings):
-                self.finish(answer, "rejected", state.arrival_time, error)
+            self.refuse(state, error)
             raise
         self.changes.arrived.append(state.label)
+
+    def refuse(self, state: RequestState, error: Exception) -> None:
+        """It has come, and cannot wait here."""
+        for answer in (state, *state.siblings):
+            self.finish(answer, "rejected", state.arrival_time, error)
 
     def preempt(self, preemption: Preemption, now: float) -> None:
         """Takes memory and place away. Swapped, it keeps what it has computed; else that is to be computed again."""

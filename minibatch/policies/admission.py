@@ -22,7 +22,7 @@ import numpy as np
 from minibatch.checks import check_float
 from minibatch.kv_cache import KVCache
 from minibatch.policies.base import Policy
-from minibatch.policies.predictors import Predictor, upper_bound
+from minibatch.policies.predictors import Predictor, tokens_left, upper_bound
 from minibatch.request import NeverFits, RequestState
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Forecast(AdmissionPolicy):
 
     def _left(self, request: RequestState) -> int:
         """Tokens that it will still generate; at least one, for it still runs, whatever was predicted."""
-        return max(math.ceil(self.predictor(request)) - len(request.generated), 1)
+        return max(math.ceil(tokens_left(self.predictor, request)), 1)
 
 
 class Future:

@@ -20,6 +20,11 @@ from minibatch.request import RequestState
 Predictor = Callable[[RequestState], float]
 
 
+def tokens_left(predictor: Predictor, request: RequestState) -> float:
+    """What the request will still generate, if the guess is right; not above 0 if it was too low."""
+    return predictor(request) - len(request.generated)
+
+
 def upper_bound(request: RequestState) -> float:
     """The most that the request may generate. Exact for a request that ignores the end of sequence."""
     return request.max_new_tokens

@@ -25,7 +25,7 @@ from minibatch.checks import check_int
 from minibatch.kv_cache import KVDraft
 from minibatch.plan import PlanError
 from minibatch.policies.base import Policy
-from minibatch.policies.predictors import Predictor, upper_bound
+from minibatch.policies.predictors import Predictor, tokens_left, upper_bound
 from minibatch.request import RequestState
 
 VictimRule = Callable[[Sequence[RequestState], KVDraft], RequestState]
@@ -69,7 +69,7 @@ class ByTokensLeft(Policy):
     predictor: Predictor = upper_bound
 
     def __call__(self, request: RequestState) -> float:
-        return self.predictor(request) - len(request.generated)
+        return tokens_left(self.predictor, request)
 
 
 # --- policies ---

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from minibatch.checks import check_float, check_int
 from minibatch.policies.base import named
-from minibatch.policies.predictors import Predictor, upper_bound
+from minibatch.policies.predictors import Predictor, tokens_left, upper_bound
 from minibatch.request import RequestState
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class ShortestFirst(Order):
         self.predictor = predictor
 
     def key(self, request: RequestState) -> float:
-        return self.predictor(request) - len(request.generated)
+        return tokens_left(self.predictor, request)
 
     def note(self, request: RequestState) -> str:
         return f"{self.key(request):.4g} tokens expected"
