@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from itertools import groupby, pairwise
 
 from minibatch.metrics import steps_kept
-from minibatch.trace import Admitted, Member, Preempted, StepReport, Timeline, Trace
+from minibatch.trace import Admitted, Member, Preempted, StepReport, Timeline, Trace, counted
 
 WIDTH = 100  # columns
 FEW = 6  # changes of reason in a wait, or chunks of a prompt, that are told one by one
@@ -190,7 +190,7 @@ class _Teller:
         if self.busy_until <= self.out_since < step.start:
             text += ", in which nothing ran"
         if change.cached:
-            of = _count(self.timeline.num_prompt + self.num_tokens, "token")
+            of = counted(self.timeline.num_prompt + self.num_tokens, "token")
             text += f"; {change.cached:,} of its {of} found in the prefix cache"
         if change.swapped_in:
             text += f"; the K/V of {_moved(self.trace, change.swapped_in)} come back from the host"
@@ -205,9 +205,8 @@ class _Teller:
         if change.swapped:
             what = f"the K/V of {_moved(self.trace, change.num_tokens)} go to the host"
         else:
-            found = str(self.trace.meta.get("kv_cache", "")).startswith("PrefixCached")
-            fate = "are given up (the prefix cache may find them again)" if found else "are lost"
-            what = f"the K/V of {_count(change.num_tokens, 'token')} {fate}"
+            fate = "are given up (the prefix cache may find them again)" if self.trace.prefix_cached else "are lost"
+            what = f"the K/V of {counted(change.num_tokens, 'token')} {fate}"
         self._say(step.start, step, f"{why}; {what}")
 
     def _displaced(self, step: StepReport) -> None:
@@ -242,7 +241,7 @@ class _Teller:
         if mine is not None:
             self.state = "active"
             text = f"forked from {mine.parent}, which has computed the prompt: shares the K/V of its "
-            text += _count(self.timeline.num_prompt, "token")
+            text += counted(self.timeline.num_prompt, "token")
             self._say(step.end, step, text if mine.emitted is None else f"{text}; {self._emitted()}")
         elif children:
             forks = "fork off and share" if len(children) > 1 else "forks off and shares"
@@ -291,12 +290,12 @@ class _Teller:
 
     def _chunk(self, step: StepReport, member: Member) -> str:
         pads = sum(p.num_tokens for p in step.padding if not p.dead and p.request_id == self.name)
-        beside = f", beside {_count(pads, 'left pad')}" if pads else ""
+        beside = f", beside {counted(pads, 'left pad')}" if pads else ""
         return self._progress(member.prefill, member.recomputed, member, beside)
 
     def _progress(self, prefill: int, recomputed: int, last: Member, beside: str = "") -> str:
-        parts = [f"{_count(recomputed, 'token')} computed again"] if recomputed else []
-        parts += [f"prefill of {_count(prefill, 'token')}"] if prefill else []
+        parts = [f"{counted(recomputed, 'token')} computed again"] if recomputed else []
+        parts += [f"prefill of {counted(prefill, 'token')}"] if prefill else []
         parts += ["a decode"] if last.decode else []
         text = f"{' and '.join(parts)} ({last.stop} of {self.timeline.num_prompt + self.num_tokens} computed){beside}"
         return text if last.emitted is None else f"{text}; {self._emitted()}"
@@ -313,7 +312,7 @@ class _Teller:
         elif emitted:
             text = f"decoded {emitted:,} tokens ({first + 1} to {self.num_tokens}), longest gap {_seconds(gap)}"
         if without:
-            text += f"; went without in {len(without)} of {_count(len(same), 'iteration')}: {_reasons(without)}"
+            text += f"; went without in {len(without)} of {counted(len(same), 'iteration')}: {_reasons(without)}"
         yield same, text
 
 
@@ -329,17 +328,17 @@ def _waited(same: list[Said]) -> Iterator[tuple[Sequence, str]]:
     for run in runs if len(runs) <= FEW else ():
         why = _because(run)
         comma = "" if why.startswith(("for ", "behind ")) else ","
-        yield run, f"waited {_count(len(run), 'iteration')}{comma} {why}"
+        yield run, f"waited {counted(len(run), 'iteration')}{comma} {why}"
     if len(runs) > FEW:
-        yield same, f"waited {_count(len(same), 'iteration')}, for changing reasons: {_reasons(same)}"
+        yield same, f"waited {counted(len(same), 'iteration')}, for changing reasons: {_reasons(same)}"
 
 
 def _stalled(same: list[Said]) -> Iterator[tuple[Sequence, str]]:
-    yield same, f"kept its memory and got no tokens in {_count(len(same), 'iteration')}: {_reasons(same)}"
+    yield same, f"kept its memory and got no tokens in {counted(len(same), 'iteration')}: {_reasons(same)}"
 
 
 def _dead(same: list[tuple[StepReport, int]]) -> Iterator[tuple[Sequence, str]]:
-    yield same, f"its row ran on, dead, for {_count(len(same), 'iteration')}: the batch was not over"
+    yield same, f"its row ran on, dead, for {counted(len(same), 'iteration')}: the batch was not over"
 
 
 def _parts(reason: str) -> tuple[str, str]:
@@ -372,7 +371,7 @@ def _reasons(said: Sequence[Said]) -> str:
     texts = (_because(some).removeprefix("for ") for some in kinds.values())
     if len(kinds) == 1:
         return next(texts)
-    return "; ".join(f"{_count(len(some), 'time')} {text}" for some, text in zip(kinds.values(), texts, strict=True))
+    return "; ".join(f"{counted(len(some), 'time')} {text}" for some, text in zip(kinds.values(), texts, strict=True))
 
 
 def _ending(trace: Trace, timeline: Timeline, recomputed: int = 0) -> str:
@@ -383,8 +382,8 @@ def _ending(trace: Trace, timeline: Timeline, recomputed: int = 0) -> str:
     if timeline.finish_reason in ("stop", "length"):
         ttft = timeline.token_times[0] - timeline.arrival
         text += f"; TTFT {_seconds(ttft)}, end to end {_seconds(timeline.finish - timeline.arrival)}"
-    text += f"; preempted {_count(timeline.num_preemptions, 'time')}" if timeline.num_preemptions else ""
-    text += f"; {_count(recomputed, 'token')} computed again in all" if recomputed else ""
+    text += f"; preempted {counted(timeline.num_preemptions, 'time')}" if timeline.num_preemptions else ""
+    text += f"; {counted(recomputed, 'token')} computed again in all" if recomputed else ""
     text += f"; {_moved(trace, timeline.num_swapped)} swapped to the host in all" if timeline.num_swapped else ""
     return text
 
@@ -404,10 +403,10 @@ def _from_timeline(trace: Trace, timeline: Timeline) -> Iterator[Event]:
         text = _joined(number > 0, start - out_since)
         if not number and timeline.num_cached:
             whose = "of the answer that it forks from" if shares else "found in the prefix cache"
-            text += f"; {_count(timeline.num_cached, 'prompt token')} {whose}"
+            text += f"; {counted(timeline.num_cached, 'prompt token')} {whose}"
         last = number == len(timeline.runs) - 1
         total = len(timeline.token_times) if last else sum(time <= stop for time in timeline.token_times)
-        yield Event(start, None, f"{text}; {_count(total - given, 'token')} in this stay")
+        yield Event(start, None, f"{text}; {counted(total - given, 'token')} in this stay")
         out_since, given = stop, total
         if number < timeline.num_preemptions:
             yield Event(stop, None, "preempted")
@@ -419,7 +418,7 @@ def _from_timeline(trace: Trace, timeline: Timeline) -> Iterator[Event]:
 
 def _tokens(timeline: Timeline) -> str:
     number, most = len(timeline.token_times), timeline.max_new_tokens
-    return _count(number, "token") if number == most else f"{_count(number, 'token')} of at most {most}"
+    return counted(number, "token") if number == most else f"{counted(number, 'token')} of at most {most}"
 
 
 def _joined(again: bool, waited: float) -> str:
@@ -432,11 +431,7 @@ def _moved(trace: Trace, num_tokens: int) -> str:
     for larger in ("KiB", "MiB"):
         if size >= 10_000:
             size, unit = size / 1024, larger
-    return _count(num_tokens, "token") + (f" ({size:,.0f} {unit})" if size else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return counted(num_tokens, "token") + (f" ({size:,.0f} {unit})" if size else "")
 
 
 def _range(first: int, last: int) -> str:

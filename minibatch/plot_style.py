@@ -191,7 +191,7 @@ def _policies(traces: list[Trace]) -> Iterator[str]:
         values = list(dict.fromkeys(trace.meta[key] for trace in traces if key in trace.meta))
         if any(not value.startswith(usual) for value in values):
             yield f"{key} {' / '.join(values)}"
-    cached = [trace.meta.get("kv_cache", "").startswith("PrefixCached") for trace in traces]
+    cached = [trace.prefix_cached for trace in traces]
     if any(cached):
         yield "prefix cache" if all(cached) else f"prefix cache in {sum(cached)} of {len(cached)}"
 

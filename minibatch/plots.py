@@ -34,7 +34,7 @@ from minibatch.plot_style import (
     save,
     tidy,
 )
-from minibatch.trace import Trace
+from minibatch.trace import Trace, counted
 
 __all__ = ["compare_figures", "kv_memory", "latencies", "membership", "save", "token_budget"]
 
@@ -132,7 +132,7 @@ def _limits(traces: Iterable[Trace]) -> Limits:
 
 def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:
     done = work(trace)
-    says = f"{_count(len(trace.steps), 'iteration')}, {done.useful_rows} of {done.executed_rows} row-iterations useful"
+    says = f"{counted(len(trace.steps), 'iteration')}, {done.useful_rows} of {done.executed_rows} row-iterations useful"
     swapped = sum(step.swapped_out for step in trace.steps)
     kinds = {"recomputed": done.recomputed, "cached": _cached(trace), "swapped": swapped}
     tokens = [f"{number:,} {kind}" for kind, number in kinds.items() if number]
@@ -223,10 +223,6 @@ def _tidy(ax: Axes, trace: Trace, name: str, says: str, ylabel: str) -> None:
         nothing(ax, trace)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _cached(trace: Trace) -> int:
     """Tokens that did not have to be computed, because a prefix cache had them."""
     return sum(step.cached for step in trace.steps)
@@ -234,4 +230,4 @@ def _cached(trace: Trace) -> int:
 
 def _preemptions(trace: Trace) -> str:
     number = sum(timeline.num_preemptions for timeline in trace.timelines)
-    return f", {_count(number, 'preemption')}" if number else ""
+    return f", {counted(number, 'preemption')}" if number else ""

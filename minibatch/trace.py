@@ -204,6 +204,11 @@ class Trace:
     def simulated(self) -> bool:
         return self.meta.get("clock") != "real"
 
+    @property
+    def prefix_cached(self) -> bool:
+        """Whether the run had a prefix cache."""
+        return str(self.meta.get("kv_cache", "")).startswith("PrefixCached")
+
     def save(self, path: str | Path) -> None:
         """Writes JSON lines: one header, then one line a step and one a timeline."""
         with open(path, "w", encoding="utf-8") as file:
@@ -258,6 +263,11 @@ class Trace:
         from minibatch import chrome_trace
 
         chrome_trace.save(self, path)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 token``, ``1,024 tokens``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @functools.cache
