@@ -62,7 +62,10 @@ def work(trace: Trace) -> Work:
     """What the model executed, over the whole run."""
     if not steps_kept(trace):
         return Work(*[math.nan] * len(COLUMNS))
-    return Work(*(int(total) for total in work_table(trace).sum()))
+    total = steps_table(trace).sum()
+    left_padding = total["padding"] - total["dead_padding"]
+    tokens = (total["prefill"], total["decode"], total["recomputed"], left_padding, total["dead_padding"])
+    return Work(*map(int, (*tokens, total["useful_rows"], total["num_rows"])))
 
 
 def work_table(trace: Trace) -> pd.DataFrame:
@@ -111,9 +114,9 @@ class Memory:
 def memory(trace: Trace) -> Memory:
     """How full the KV cache was, and what the rest of it was doing. ``capacity`` is in rows (tokens)."""
     preemptions = sum(t.num_preemptions for t in trace.timelines)
-    if not trace.steps:
-        return Memory(*[math.nan] * 7, preemptions)
     steps = steps_table(trace)
+    if not len(steps):
+        return Memory(*[math.nan] * 7, preemptions)
     seconds, capacity = steps["duration"].to_numpy(), steps["kv_capacity"].to_numpy()
 
     def mean(part: str) -> float:

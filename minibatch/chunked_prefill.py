@@ -12,6 +12,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,11 @@ class ChunkedPrefill(IterationLevel):
 
     def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
         limits, policies = (self.token_budget, self.max_num_seqs), (self.admission, self.preemption)
-        draft = PlanDraft(active, kv, *limits, *policies, partial=True, max_chunk=self.max_chunk)
-        draft.run(least_recently_scheduled(r for r in active if r.is_decoding))
-        draft.run(r for r in active if not r.is_decoding)  # prompts begun before: they hold memory, so finish them
+        draft = PlanDraft(active, kv, *limits, *policies, partial=True, max_chunk=self.max_chunk or math.inf)
+        decodes, prompts = [], []
+        for request in active:
+            (decodes if request.is_decoding else prompts).append(request)
+        draft.run(least_recently_scheduled(decodes))
+        draft.run(prompts)  # begun before: they hold memory, so finish them
         draft.admit(queue, now)
         return draft.plan()

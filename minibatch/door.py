@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from minibatch.checks import is_finite
+from minibatch.checks import check_int, is_finite
 from minibatch.detokenizer import TextStream
 from minibatch.kv_cache import KVCache
 from minibatch.models import Model
@@ -56,6 +56,7 @@ class Door:
                 raise DuplicateRequest(f"request id {request_id!r} is in use by a live request")
         prompt = check_prompt(request.prompt, self.model.vocab_size)
         check_vocabulary(request, self.model.vocab_size, self.model.tokenizer is not None)
+        check_simulated(request, self.model.simulated)
         params = replace(request.params)  # of its own: its collections may change under the caller's hands
         most = self.scheduler.max_request_tokens(self.kv)
         timeline.num_prompt = len(prompt)
@@ -131,6 +132,8 @@ def check_envelope(request: Request) -> None:
         raise InvalidParams(f"priority must be an integer, got {request.priority!r}")
     if not isinstance(request.params, SamplingParams):
         raise InvalidParams(f"params must be SamplingParams, got {request.params!r}")
+    if request.output_length is not None:
+        check_int("output_length", request.output_length, max(request.params.min_tokens, 1), InvalidParams)
     if request.cache_salt is not None and not isinstance(request.cache_salt, str):
         raise InvalidParams(f"cache_salt must be a string, got {request.cache_salt!r}")
     if request.arrival_time is not None and not is_time(request.arrival_time):
@@ -142,14 +145,21 @@ def is_time(value: object) -> bool:
     return is_finite(value) and value >= 0
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """The prompt as a list of its own; raises InvalidPrompt naming the first token that is not an id of this model."""
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """The prompt as a list of its own; raises InvalidPrompt naming the first token that is not an id of this model.
+
+    A range stays what it is, however long: it cannot change, and its ids lie between its ends.
+    """
     if isinstance(prompt, (str, bytes)):
         raise InvalidPrompt("the prompt is text, an engine takes token ids: encode it, or use LLM.generate")
     if not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
         raise InvalidPrompt(f"the prompt must be a sequence of token ids, got {prompt!r}")
     if len(prompt) == 0:
         raise InvalidPrompt("the prompt is empty: there is nothing to continue from")
+    if isinstance(prompt, range):
+        for index in (0, len(prompt) - 1):
+            _check_token(prompt[index], vocab_size, f"prompt token {index}", InvalidPrompt)
+        return prompt
     for index, token in enumerate(prompt):
         _check_token(token, vocab_size, f"prompt token {index}", InvalidPrompt)
     return [int(token) for token in prompt]
@@ -164,6 +174,18 @@ def check_vocabulary(request: Request, vocab_size: int, has_tokenizer: bool) -> 
         _check_token(token, vocab_size, "logit_bias", InvalidParams)
     if params.stop and not has_tokenizer:
         raise InvalidParams(f"stop strings {params.stop} need a tokenizer, and this model has none")
+
+
+def check_simulated(request: Request, simulated: bool) -> None:
+    """Raises InvalidParams for what needs logits where there are none, or says when an answer ends that ends itself."""
+    if simulated:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request.params, name) is not None:
+                raise InvalidParams(f"{name} cannot be had: a simulated model computes no logits")
+    elif request.output_length is not None:
+        raise InvalidParams(
+            f"output_length {request.output_length} is for simulated models: this one ends an answer itself"
+        )
 
 
 def new_token_limit(num_prompt: int, max_tokens: int | None, max_model_len: int | None, max_cached: int) -> int:

@@ -21,8 +21,9 @@ from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.door import Door
-from minibatch.kv_cache import KVCache, KVSnapshot
-from minibatch.lifecycle import Changes, Lifecycle
+from minibatch.iteration import Iteration
+from minibatch.kv_cache import KVCache
+from minibatch.lifecycle import Lifecycle
 from minibatch.models import Model
 from minibatch.next_tokens import next_tokens
 from minibatch.plan import Plan, Scheduler, check_plan
@@ -41,7 +42,9 @@ from minibatch.request import (
     Status,
 )
 from minibatch.streaming import Stream
-from minibatch.trace import Member, PadRow, StepReport, Trace, versions
+from minibatch.trace import StepCounts, StepReport, Trace, versions
+
+Record = StepReport | StepCounts  # of an iteration: who did what, or numbers only
 
 POLICIES = ("admission", "preemption")  # of a scheduler, that its trace names
 
@@ -56,6 +59,7 @@ class Engine:
                        many is refused (default: no limit)
     ``seed``           of the draws of requests that have no seed of their own; None: different in every run
     ``meta``           facts to keep in the trace's header, such as the workload's name
+    ``record_steps``   False: the trace keeps only the numbers of each iteration, not who did what (for long simulations)
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Engine:
         max_queue: int | None = None,
         seed: int | None = None,
         meta: dict[str, Any] | None = None,
+        record_steps: bool = True,
     ) -> None:
         self.model, self.scheduler, self.kv = model, scheduler, kv_cache
         self.clock = clock or model.clock()
@@ -88,7 +93,7 @@ class Engine:
         limits = [limit for limit in (max_model_len, model.max_model_len) if limit is not None]
         self.max_model_len = min(limits) if limits else None
         self.door = Door(model, scheduler, kv_cache, self.max_model_len)
-        self.max_queue = max_queue
+        self.max_queue, self.record_steps = max_queue, record_steps
         self.store = model.allocate(kv_cache.num_rows)  # the K/V themselves, in the executor's own form
         self.arrivals = Arrivals()  # submitted, still to come
         self.life = Lifecycle(kv_cache, self.store, self.queue)
@@ -143,18 +148,33 @@ class Engine:
                 self._abort(state)
         return True
 
-    def run(self, requests: Iterable[Request], on_step: Callable[[StepReport], object] | None = None) -> list[Result]:
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_step: Callable[[Record], object] | None = None,
+        on_finish: Callable[[Result], Iterable[Request] | None] | None = None,
+    ) -> list[Result]:
         """Runs requests to their end; one Result each, in input order, those refused at the door included.
 
-        ``on_step`` is called with every report: a progress bar, or a client that submits its next request.
+        ``on_step`` is called with the record of every iteration: a progress bar.
+
+        ``on_finish`` is called with the Result of every request, once its last iteration is over, and may return more
+        requests, which are submitted at once: the next turn of a conversation, a client that sends one request after
+        the other (a closed loop). Their Results follow those of ``requests``.
         """
-        outcomes = [self._submit_or_refuse(request) for request in requests]
-        while (report := self.step()) is not None:
-            if on_step is not None:
-                on_step(report)
+        outcomes: list[RequestState | Result] = []
+        self.life.ended.clear()
+        self._submit_all(requests, outcomes)
+        while (record := self.step()) is not None or (on_finish is not None and self.life.ended):
+            if on_step is not None and record is not None:
+                on_step(record)
+            ended, self.life.ended = self.life.ended, []
+            if on_finish is not None:
+                for result in ended:
+                    self._submit_all(on_finish(result) or (), outcomes)
         return [o if isinstance(o, Result) else (o.group or o).result for o in outcomes]
 
-    def step(self) -> StepReport | None:
+    def step(self) -> Record | None:
         """Executes one iteration, after waiting for one to become possible; None when nothing submitted remains."""
         self._stepping = True
         try:
@@ -167,6 +187,13 @@ class Engine:
                     self._abort(state)
 
     # ---------------------------------------------------------------- into the engine
+
+    def _submit_all(self, requests: Iterable[Request], outcomes: list[RequestState | Result]) -> None:
+        """Adds what became of each; one that is refused has ended."""
+        for request in requests:
+            outcomes.append(self._submit_or_refuse(request))
+            if isinstance(outcomes[-1], Result):
+                self.life.ended.append(outcomes[-1])
 
     def _submit_or_refuse(self, request: Request) -> RequestState | Result:
         place = len(self.trace.timelines)
@@ -220,7 +247,7 @@ class Engine:
 
     # ---------------------------------------------------------------- one iteration
 
-    def _step(self) -> StepReport | None:
+    def _step(self) -> Record | None:
         while True:
             now = self.clock.now()
             self._deliver(now)
@@ -243,8 +270,8 @@ class Engine:
         self.life.abort(state, max(self.clock.now(), state.arrival_time))  # it may not even have arrived
         self._let_go()
 
-    def _execute(self, plan: Plan, start: float) -> StepReport:
-        life, index = self.life, len(self.trace.steps)
+    def _execute(self, plan: Plan, start: float) -> Record:
+        life, index = self.life, self.trace.num_steps
         for preemption in plan.preemptions:
             life.preempt(preemption, start)
         for admission in plan.admissions:  # all of them take what is cached before anybody takes a block and evicts it
@@ -252,50 +279,42 @@ class Engine:
         for admission in plan.admissions:
             life.reserve(admission.request, admission.reserve)
             life.swap_in(admission.request)
-        for chunk in plan.chunks:  # those who were active before grow
-            life.reserve(chunk.request, chunk.stop)
-        outcomes = next_tokens(plan, self.model.forward(plan, self.kv, self.store))
+        for request, _, stop in plan.chunks:  # those who were active before grow
+            if stop > request.room:
+                life.reserve(request, stop)
+        computed = self.model.forward(plan, self.kv, self.store)
+        outcomes = computed if self.model.simulated else next_tokens(plan, computed)
         self.clock.advance(plan)
         end = self.clock.now()
-        members = tuple(life.commit(chunk, outcomes.get(chunk.request), index, start) for chunk in plan.chunks)
-        for chunk in plan.chunks:
-            if chunk.forks:
-                life.fork(chunk.request, outcomes, end)
-        snapshot = self.kv.snapshot(self.active)  # after the forward, before anyone leaves
-        for state, outcome in outcomes.items():
-            life.emit(state, outcome, end)
+        kinds = [chunk.kinds for chunk in plan.chunks]  # before the commit, which forgets what was computed before
+        life.commit(plan.chunks, index, start)
+        if life.groups:
+            for chunk in plan.chunks:
+                if chunk.forks:
+                    life.fork(chunk.request, outcomes, end)
+        snapshot = self.kv.snapshot(self.active, self.record_steps)  # after the forward, before anyone leaves
+        life.emit(outcomes, end)
         self._let_go()
-        return self._report(plan, start, end, members, snapshot)
+        iteration = Iteration(
+            index=index,
+            start=start,
+            end=end,
+            plan=plan,
+            kinds=kinds,
+            outcomes=outcomes,
+            changes=life.take_changes(),
+            num_waiting=len(self.queue),
+            token_budget=self.scheduler.token_budget,
+            kv=snapshot,
+        )
+        record = iteration.report() if self.record_steps else iteration.counts()
+        self.trace.add(record)
+        return record
 
     def _let_go(self) -> None:
         """An iteration boundary: those whom the scheduler lets leave give up place and memory."""
-        if leaving := self.scheduler.leaving(self.active):
+        if self.life.num_dead and (leaving := self.scheduler.leaving(self.active)):
             self.life.leave(leaving)
-
-    def _report(
-        self, plan: Plan, start: float, end: float, members: tuple[Member, ...], snapshot: KVSnapshot
-    ) -> StepReport:
-        changes, self.life.changes = self.life.changes, Changes()
-        report = StepReport(
-            index=len(self.trace.steps),
-            start=start,
-            end=end,
-            members=members,
-            padding=tuple(PadRow(p.request.label, p.num_tokens, p.dead) for p in plan.padding),
-            arrived=tuple(changes.arrived),
-            admitted=tuple(changes.admitted),
-            preempted=tuple(changes.preempted),
-            finished=tuple(changes.finished),
-            waiting=tuple((waiting.request.label, waiting.reason) for waiting in plan.waiting),
-            num_waiting=len(self.queue),
-            rest=plan.rest,
-            token_budget=self.scheduler.token_budget,
-            kv=snapshot,
-            forked=tuple(changes.forked),
-            copied_rows=changes.copied_rows,
-        )
-        self.trace.steps.append(report)
-        return report
 
     # ---------------------------------------------------------------- between iterations
 

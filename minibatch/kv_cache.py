@@ -121,7 +121,8 @@ class KVCache(ABC):
     def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
         """Makes sure that the first ``num_tokens`` tokens have rows that may be written.
 
-        The plan has established that they fit. Returns what has to be copied first, if anything.
+        The plan has established that they fit. Returns what has to be copied first, if anything. Up to ``request.room``
+        tokens the cache need not be asked again.
         """
 
     @abstractmethod
@@ -172,21 +173,37 @@ class KVCache(ABC):
         """A what-if view for planning."""
         return KVDraft(self)
 
-    def snapshot(self, active: Iterable[RequestState]) -> KVSnapshot:
-        """Where every row is. ``active`` are the requests that may hold something."""
-        holdings = tuple(self._holding(request) for request in active)
-        filled, fragmentation = sum(h.filled for h in holdings), sum(h.fragmentation for h in holdings)
+    def snapshot(self, active: Iterable[RequestState], holdings: bool = True) -> KVSnapshot:
+        """Where every row is. ``active`` are the requests that may hold something.
+
+        ``holdings`` False: only the sums, which costs much less.
+        """
+        parts = tuple(self._holding(request) for request in active) if holdings else ()
+        filled, reserved, fragmentation = self._sums(active)
         twice_filled, twice_reserved, twice_wasted = self._counted_twice(active)
         return KVSnapshot(
             capacity=self.num_rows,
             filled=filled - twice_filled,
-            reserved=sum(h.reserved for h in holdings) - twice_reserved,
+            reserved=reserved - twice_reserved,
             fragmentation=fragmentation - twice_wasted,
             cached=self.num_cached * self.unit_size,
             free=(self.num_free - self.num_cached) * self.unit_size,
             host=sum(self.host.values()),
-            holdings=holdings,
+            holdings=parts,
         )
+
+    def _sums(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
+        """Rows of all holdings: filled, reserved, fragmented."""
+        held = filled = meant = 0
+        for request in active:
+            rows = self.num_held(request) * self.unit_size
+            held += rows
+            if request.is_finished:
+                meant += rows
+            else:
+                filled += request.num_computed
+                meant += self.reserved_for(request)
+        return filled, meant - filled, held - meant
 
     def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
         """Filled, reserved and fragmented rows that are in more than one holding, for each holding but the first."""
@@ -287,10 +304,12 @@ class ContiguousKVCache(KVCache):
     def reserve(self, request: RequestState, num_tokens: int) -> None:
         if request not in self._slot:
             self._slot[request] = self._free.pop()
+            request.room = self.unit_size
 
     def release(self, request: RequestState) -> None:
         if request in self._slot:
             self._free.append(self._slot.pop(request))
+            request.room = 0
 
     def reserved_for(self, request: RequestState) -> int:
         return request.max_cached_tokens

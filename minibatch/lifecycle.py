@@ -23,7 +23,7 @@ from minibatch.plan import Admission, Chunk, Preemption
 from minibatch.policies.queueing import Order
 from minibatch.request import MOST_ANSWERS, Group, RequestState, Result, Status
 from minibatch.sampling import Sample, SamplingError
-from minibatch.trace import Admitted, Forked, Member, Preempted
+from minibatch.trace import Admitted, Forked, Preempted
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Lifecycle:
         self.live: dict[str, RequestState] = {}  # every sequence that has no result yet
         self.groups: dict[str, Group] = {}  # the requests with n > 1 that have none
         self.ids = ChainMap[str, Any](self.live, self.groups)
+        self.num_dead = 0  # active ones that have finished
+        self.ended: list[Result] = []  # since somebody last looked
         self.changes = Changes()
         self._num_arrived = 0
 
@@ -58,6 +60,11 @@ class Lifecycle:
             self.live[answer.request_id] = answer
         if state.group is not None:
             self.groups[state.group.request_id] = state.group
+
+    def take_changes(self) -> Changes:
+        """Those since the last time."""
+        changes, self.changes = self.changes, Changes()
+        return changes
 
     def arrive(self, state: RequestState) -> None:
         state.status, state.rank = Status.WAITING, self._num_arrived
@@ -123,17 +130,17 @@ class Lifecycle:
         if self.kv.host.pop(state, None) is not None:
             self.store.swap_in(state, self.kv.rows(state, 0, state.num_computed))
 
-    def commit(self, chunk: Chunk, outcome: Sample | SamplingError | None, index: int, start: float) -> Member:
-        """Iteration ``index``, which began at ``start``, has computed the chunk's tokens."""
-        state, kinds = chunk.request, chunk.kinds
-        state.num_computed = chunk.stop
-        state.high_water = max(state.high_water, chunk.stop)
-        self.kv.publish(state)
-        state.last_scheduled = index
-        if state.timeline.scheduled is None:
-            state.timeline.scheduled = start
-        emitted = outcome.token if isinstance(outcome, Sample) else None
-        return Member(state.label, chunk.start, chunk.stop, *kinds, emitted)
+    def commit(self, chunks: Iterable[Chunk], index: int, start: float) -> None:
+        """Iteration ``index``, which began at ``start``, has computed the tokens of these chunks."""
+        publish = self.kv.publish
+        for state, _, stop in chunks:
+            state.num_computed = stop
+            if stop > state.high_water:
+                state.high_water = stop
+            publish(state)
+            if state.last_scheduled < 0:
+                state.timeline.scheduled = start
+            state.last_scheduled = index
 
     def fork(self, parent: RequestState, outcomes: dict[RequestState, Sample | SamplingError], now: float) -> None:
         """The prompt is computed: its other answers begin, each from its own first token."""
@@ -152,24 +159,27 @@ class Lifecycle:
         place = self.active.index(parent) + 1
         self.active[place:place], parent.siblings = parent.siblings, []
 
-    def emit(self, state: RequestState, outcome: Sample | SamplingError, now: float) -> None:
-        """Gives a request its next token, and ends it if that was its last."""
-        if isinstance(outcome, SamplingError):
-            self.finish(state, "abort", now, outcome)
-            return
-        state.generated.append(outcome.token)
-        state.timeline.token_times.append(now)
-        if state.params.logprobs is not None:
-            state.logprobs.append(outcome)
-        matched = state.text is not None and state.text.push(outcome.token)
-        if outcome.token in state.stop_token_ids:
-            state.stop_reason = outcome.token if outcome.token in state.params.stop_token_ids else None
-            self.finish(state, "stop", now)
-        elif matched:
-            state.stop_reason = state.text.stop_reason
-            self.finish(state, "stop", now)
-        elif len(state.generated) == state.max_new_tokens:
-            self.finish(state, "length", now)
+    def emit(self, outcomes: dict[RequestState, Sample | SamplingError], now: float) -> None:
+        """Gives each request its next token, and ends those for whom it was the last."""
+        for state, outcome in outcomes.items():
+            if isinstance(outcome, SamplingError):
+                self.finish(state, "abort", now, outcome)
+                continue
+            token = outcome.token
+            state.generated.append(token)
+            state.num_tokens += 1
+            state.timeline.token_times.append(now)
+            if state.request.params.logprobs is not None:
+                state.logprobs.append(outcome)
+            matched = state.text is not None and state.text.push(token)
+            if token in state.stop_token_ids:
+                state.stop_reason = token if token in state.params.stop_token_ids else None
+                self.finish(state, "stop", now)
+            elif matched:
+                state.stop_reason = state.text.stop_reason
+                self.finish(state, "stop", now)
+            elif len(state.generated) == state.max_new_tokens:
+                self.finish(state, "length", now)
 
     def finish(self, state: RequestState, reason: str, now: float, error: Exception | None = None) -> None:
         """The one place where a request ends: exactly one Result."""
@@ -183,14 +193,18 @@ class Lifecycle:
         timeline.finish, timeline.finish_reason = now, reason
         if was_active:
             timeline.runs[-1][1] = now
+            self.num_dead += 1
         del self.live[state.request_id]
         self.changes.finished.append((state.label, reason))
         self.queue.end(state)
         state.result = self.results[state.request_id] = state.to_result(error)
         timeline.error = state.result.error
         group = state.group
-        if group is not None and group.is_finished:
+        if group is None:
+            self.ended.append(state.result)
+        elif group.is_finished:
             group.result = self.results[group.request_id] = group.to_result()
+            self.ended.append(group.result)
             del self.groups[group.request_id]
 
     def abort(self, state: RequestState, now: float) -> None:
@@ -207,3 +221,4 @@ class Lifecycle:
         for state in states:
             self.kv.release(state)
         self.active[:] = [state for state in self.active if state not in gone]
+        self.num_dead = sum(state.is_finished for state in self.active)

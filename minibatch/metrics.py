@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from minibatch.trace import StepReport, Timeline, Trace
+from minibatch.trace import StepCounts, Timeline, Trace
 
 COMPLETED = ("stop", "length")
 LATENCIES = ("queueing_delay", "ttft", "tbt", "tpot", "e2e")
@@ -56,37 +56,7 @@ REQUEST_COLUMNS = {
     "max_tbt": float,
     "e2e": float,
 }
-STEP_COLUMNS = {
-    "index": int,
-    "start": float,
-    "end": float,
-    "duration": float,
-    "num_seqs": int,
-    "prefill": int,
-    "decode": int,
-    "recomputed": int,
-    "padding": int,
-    "dead_padding": int,
-    "num_tokens": int,
-    "token_budget": float,
-    "arrived": int,
-    "admitted": int,
-    "preempted": int,
-    "cached": int,
-    "swapped_out": int,
-    "swapped_in": int,
-    "forked": int,
-    "copied_rows": int,
-    "finished": int,
-    "num_waiting": int,
-    "kv_filled": int,
-    "kv_reserved": int,
-    "kv_fragmentation": int,
-    "kv_cached": int,
-    "kv_free": int,
-    "kv_host": int,
-    "kv_capacity": int,
-}
+STEP_DTYPES = {name: float if name in ("start", "end", "token_budget") else int for name in StepCounts._fields}
 
 
 def gaps(timeline: Timeline) -> np.ndarray:
@@ -112,7 +82,10 @@ def steps_table(trace: Trace) -> pd.DataFrame:
     number of requests that computed something. ``token_budget`` is NaN where the scheduler sets none. ``cached``,
     ``swapped_out``, ``swapped_in`` and ``copied_rows`` count tokens; ``kv_host`` is memory of the host.
     """
-    return _table((_step_row(s) for s in trace.steps), STEP_COLUMNS)
+    table = pd.DataFrame(trace.counts, columns=list(StepCounts._fields)).astype(STEP_DTYPES)
+    table.insert(3, "duration", table["end"] - table["start"])
+    table["num_tokens"] = table[["prefill", "decode", "recomputed", "padding"]].sum(axis=1)
+    return table
 
 
 def _request_row(timeline: Timeline) -> dict[str, Any]:
@@ -141,40 +114,6 @@ def _request_row(timeline: Timeline) -> dict[str, Any]:
         "tpot": between.mean() if between.size else None,
         "max_tbt": between.max() if between.size else None,
         "e2e": _since(timeline.arrival, timeline.finish),
-    }
-
-
-def _step_row(step: StepReport) -> dict[str, Any]:
-    return {
-        "index": step.index,
-        "start": step.start,
-        "end": step.end,
-        "duration": step.end - step.start,
-        "num_seqs": len(step.members),
-        "prefill": step.prefill,
-        "decode": step.decode,
-        "recomputed": step.recomputed,
-        "padding": step.padded,
-        "dead_padding": sum(p.num_tokens for p in step.padding if p.dead),
-        "num_tokens": step.num_tokens,
-        "token_budget": step.token_budget,
-        "arrived": len(step.arrived),
-        "admitted": len(step.admitted),
-        "preempted": len(step.preempted),
-        "cached": step.cached,
-        "swapped_out": step.swapped_out,
-        "swapped_in": step.swapped_in,
-        "forked": len(step.forked),
-        "copied_rows": step.copied_rows,
-        "finished": len(step.finished),
-        "num_waiting": step.num_waiting,
-        "kv_filled": step.kv.filled,
-        "kv_reserved": step.kv.reserved,
-        "kv_fragmentation": step.kv.fragmentation,
-        "kv_cached": step.kv.cached,
-        "kv_free": step.kv.free,
-        "kv_host": step.kv.host,
-        "kv_capacity": step.kv.capacity,
     }
 
 
@@ -215,12 +154,12 @@ def summary(trace: Trace) -> dict[str, float]:
                             more, while ``tpot`` counts every request once
     """
     numbers = _summary(trace.timelines, makespan(trace))
-    return {"iterations": len(trace.steps) if steps_kept(trace) else math.nan, **numbers}
+    return {"iterations": trace.num_steps if steps_kept(trace) else math.nan, **numbers}
 
 
 def steps_kept(trace: Trace) -> bool:
-    """False if tokens were generated and there is no step report: a long simulation may leave them out."""
-    return bool(trace.steps) or not any(t.token_times for t in trace.timelines)
+    """False if tokens were generated, and nothing is known of the iterations that made them."""
+    return bool(trace.steps or trace.light) or not any(t.token_times for t in trace.timelines)
 
 
 def _summary(timelines: Sequence[Timeline], duration: float) -> dict[str, float]:

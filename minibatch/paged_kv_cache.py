@@ -98,15 +98,22 @@ class PagedKVCache(KVCache):
 
     def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
         table = self._tables.setdefault(request, [])
-        copy = self._copy_on_write(request, table)
+        copy = self._copy_on_write(request, table) if self.pool.num_shares else None
         for _ in range(self.need(request, num_tokens) - len(table)):
             table.append(self.pool.take())
         self._reserved[request] = max(self._reserved.get(request, 0), num_tokens)
+        request.room = len(table) * self.unit_size if self._owns(request, table) else 0
         return copy
+
+    def _owns(self, request: RequestState, table: list[int]) -> bool:
+        """Whether nobody else holds a block that the request has still to write."""
+        to_write = table[request.num_computed // self.unit_size :] if self.pool.num_shares else ()
+        return all(self.pool.references[block] == 1 for block in to_write)
 
     def release(self, request: RequestState) -> None:
         self.pool.drop(reversed(self._tables.pop(request, [])))
         self._reserved.pop(request, None)
+        request.room = 0
 
     def trim(self, request: RequestState) -> None:
         if table := self._tables.get(request):
@@ -114,10 +121,11 @@ class PagedKVCache(KVCache):
             spare = table[most:]
             del table[most:]
             self.pool.drop(spare)
+            request.room = min(request.room, most * self.unit_size)
 
     def reserved_for(self, request: RequestState) -> int:
         """Blocks that are kept for the other answers of the request count as reserved for it."""
-        meant = self._reserved.get(request, 0)
+        meant = max(self._reserved.get(request, 0), request.num_computed)
         return meant + (self.num_held(request) - self.units_for(meant)) * self.unit_size
 
     def shared_block(self, request: RequestState) -> int | None:
@@ -136,6 +144,7 @@ class PagedKVCache(KVCache):
         mine = table[cut:]
         del table[cut:]
         shared = table[:full] if mine else list(table)
+        parent.room = full * self.unit_size  # it writes to what may be shared now
         for block in shared:
             self.pool.share(block)
         self._tables[child], self._reserved[child] = shared + mine, self._reserved[parent]
@@ -157,6 +166,15 @@ class PagedKVCache(KVCache):
         """The first rows of one block to another."""
         rows = np.arange(num_rows)
         return RowCopy(source * self.unit_size + rows, target * self.unit_size + rows)
+
+    def _sums(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
+        if self.pool.num_shares or any([r.siblings or r.finish_reason for r in active]):  # noqa: C419 (quicker)
+            return super()._sums(active)
+        # The same, quicker.
+        filled = sum([request.num_computed for request in active])
+        ahead = [self._reserved[request] - request.num_computed for request in active]
+        reserved = sum([rows for rows in ahead if rows > 0])
+        return filled, reserved, (self.num_units - self.num_free) * self.unit_size - filled - reserved
 
     def _counted_twice(self, active: Iterable[RequestState]) -> tuple[int, int, int]:
         filled = reserved = wasted = 0
@@ -205,19 +223,20 @@ class PagedDraft(KVDraft):
         return new + idle + (self._shared(request) is not None)
 
     def reserve(self, request: RequestState, num_tokens: int) -> bool:
-        held, blocks = self.held(request), self.kv.need(request, num_tokens)
-        if 0 < blocks <= held and self._shared(request) is None:
-            return True  # the usual decode
-        need = self.need(request, num_tokens)
+        held, blocks, index = self.held(request), self.kv.need(request, num_tokens), self._shared(request)
+        # One that holds blocks, none of them shared, needs only the missing ones; usually one, or none.
+        need = max(blocks - held, 0) if held and index is None else self.need(request, num_tokens)
         if need > self.free:
             return False
         self.free -= need
-        if (index := self._shared(request)) is not None:
+        if index is not None:
             self._copied[request] = index
             self._refer(self.kv.units(request)[index], -1)
-        for block in self._adopted.setdefault(request, self._prefix(request)):
-            need -= self._referenced(block) == 0
-            self._refer(block, +1)
+        if not held:
+            self._adopted[request] = self._prefix(request)
+            for block in self._adopted[request]:
+                need -= self._referenced(block) == 0
+                self._refer(block, +1)
         self._taken[request] = self._taken.get(request, 0) + need
         self._held[request] = max(blocks, held)
         return True

@@ -8,12 +8,13 @@ is the KV cache's business.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from minibatch.kv_cache import KVCache
-from minibatch.request import RequestState
+from minibatch.request import RequestState, Status
 
 if TYPE_CHECKING:
     from minibatch.policies.queueing import Order
@@ -39,10 +40,13 @@ class Chunk(NamedTuple):
     def kinds(self) -> tuple[int, int, int]:
         """Its tokens as (prefill, decode, recomputed): below the high-water mark of the request, they are computed
         again; of the others, those of the prompt are prefill."""
-        recomputed = max(min(self.stop, self.request.high_water) - self.start, 0)
-        fresh = self.start + recomputed
-        prefill = max(min(self.stop, self.request.num_prompt) - fresh, 0)
-        return prefill, self.stop - fresh - prefill, recomputed
+        request, start, stop = self
+        if start >= request.high_water and start >= request.num_prompt:  # nearly always
+            return 0, stop - start, 0
+        recomputed = max(min(stop, request.high_water) - start, 0)
+        fresh = start + recomputed
+        prefill = max(min(stop, request.num_prompt) - fresh, 0)
+        return prefill, stop - fresh - prefill, recomputed
 
     @property
     def num_logits(self) -> int:
@@ -122,7 +126,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(c.stop - c.start for c in self.chunks) + sum(p.num_tokens for p in self.padding)
+        return sum([stop - start for _, start, stop in self.chunks]) + sum([pad.num_tokens for pad in self.padding])
 
 
 class PlanError(RuntimeError):
@@ -144,10 +148,11 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
     for change in plan.preemptions:
         if not isinstance(change, Preemption):
             fail(f"{change!r} among its preemptions, which is not a Preemption")
-    draft, gone, joined = kv.draft(), {p.request for p in plan.preemptions}, {a.request: a for a in plan.admissions}
+    gone, joined = {p.request for p in plan.preemptions}, {a.request: a for a in plan.admissions}
     if len(gone) < len(plan.preemptions) or len(joined) < len(plan.admissions):
         twice = [change.request.label for change in (*plan.preemptions, *plan.admissions)]
         fail(f"one request twice among {', '.join(twice)}")
+    draft = kv.draft()
     for request, _, _ in plan.preemptions:
         if status(request) != "active":
             fail(f"to preempt {request.label}, which is {status(request)}")
@@ -159,18 +164,20 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
             fail(f"to admit {request.label} with {cached} cached tokens, but {draft.cached_tokens(request)} are cached")
         if not draft.reserve(request, reserve):
             fail(f"to admit {request.label}, but it {draft.shortage(request, reserve)}")
-    seen: set[RequestState] = set()
+    if len({chunk.request for chunk in plan.chunks}) < len(plan.chunks):
+        (request, _), *_ = Counter(chunk.request for chunk in plan.chunks).most_common(1)
+        fail(f"two chunks of {request.label}")
+    active = Status.ACTIVE
     for request, start, stop in plan.chunks:
-        if request in seen:
-            fail(f"two chunks of {request.label}")
-        seen.add(request)
-        if request in gone or not (request in joined or status(request) == "active"):
+        computed = request.num_computed
+        if request in joined:
+            computed += joined[request].cached
+        elif request.status is not active or request in gone or live.get(request.request_id) is not request:
             fail(f"a chunk of {request.label}, which is not active in this iteration")
-        computed = request.num_computed + (joined[request].cached if request in joined else 0)
         if not computed == start < stop <= request.num_tokens:
             have = f"{computed} of its {request.num_tokens} tokens are computed"
             fail(f"tokens {start}:{stop} of {request.label}, but {have}")
-        if not draft.reserve(request, stop):
+        if stop > request.room and not draft.reserve(request, stop):
             fail(f"tokens {start}:{stop} of {request.label}, but it {draft.shortage(request, stop)}")
     for request, num_tokens, _ in plan.padding:
         if num_tokens < 1:

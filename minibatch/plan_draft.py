@@ -9,9 +9,11 @@ no rows (``policies/preemption.py``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from numbers import Integral
+from operator import attrgetter
 from typing import Any
 
 from minibatch.kv_cache import KVCache, KVDraft
@@ -35,14 +37,14 @@ class PlanDraft:
         admission: AdmissionPolicy,
         preemption: PreemptionPolicy,
         partial: bool = False,
-        max_chunk: int | None = None,
+        max_chunk: float = math.inf,
     ) -> None:
         self.memory = kv.draft()
         self.token_budget, self.budget = token_budget, token_budget
         self.max_num_seqs, self.partial, self.max_chunk = max_num_seqs, partial, max_chunk
         self.admission, self.preemption = admission, preemption
         self.running = list(active)  # in the order of their admission
-        self.num_seqs = sum(request.num_seqs for request in active)
+        self.num_seqs = len(active) + sum([len(request.siblings) for request in active])
         self.chunks: dict[RequestState, Chunk] = {}
         self.admissions: dict[RequestState, Admission] = {}
         self.preempted: dict[RequestState, Preemption] = {}
@@ -57,9 +59,15 @@ class PlanDraft:
     def run(self, requests: Iterable[RequestState]) -> None:
         """Gives each of these running requests its pending tokens, while the budget lasts."""
         for request in requests:
-            size = self._size(request.num_pending)
-            if size and request not in self.preempted and self._make_room(request, request.num_computed + size):
-                self._schedule(request, request.num_computed, size)
+            start = request.num_computed
+            size = request.num_tokens - start
+            if size > self.budget or size > self.max_chunk:
+                size = self._size(size)
+            if size and request not in self.preempted:
+                stop = start + size
+                if stop <= request.room or self._make_room(request, stop):
+                    self.chunks[request] = Chunk(request, start, stop)
+                    self.budget -= size
 
     def admit(self, queue: Order, now: float) -> None:
         """Admits waiting requests in the queue's order, until one, and ``lookahead`` more, do not fit."""
@@ -100,9 +108,8 @@ class PlanDraft:
 
     def _size(self, pending: int) -> int:
         """How many pending tokens may be computed within the budget; 0 if they have to wait for the next iteration."""
-        if self.partial:
-            return min(pending, self.budget, self.max_chunk or pending)
-        return pending if pending <= self.budget else 0
+        size = min(pending, self.budget, self.max_chunk)
+        return size if self.partial or size == pending else 0
 
     def _schedule(self, request: RequestState, start: int, size: int) -> None:
         self.chunks[request] = Chunk(request, start, start + size)
@@ -236,7 +243,7 @@ def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestSt
 
     While the budget covers all of them, this is the order they came in.
     """
-    return sorted(requests, key=lambda request: request.last_scheduled)
+    return sorted(requests, key=attrgetter("last_scheduled"))
 
 
 class IterationLevel:

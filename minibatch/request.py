@@ -177,6 +177,8 @@ class Request:
     ``priority``, ``client``  who asks; policies and metrics may tell requests apart by them. A lower number is more
                       urgent
     ``cache_salt``    a prefix cache is shared only among requests with the same salt (tenants, adapters)
+    ``output_length`` of a simulated request: it ends by itself after so many tokens, which no policy can see; None: it
+                      runs to its ``max_tokens``
     """
 
     prompt: Sequence[int]
@@ -186,6 +188,7 @@ class Request:
     priority: int = 0
     client: str = "default"
     cache_salt: str | None = None
+    output_length: int | None = None
 
 
 class Status(Enum):
@@ -197,7 +200,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)  # compared and hashed by identity: two requests are never the same request
+@dataclass(eq=False, slots=True)  # compared and hashed by identity: two requests are never the same request
 class RequestState:
     """What one engine knows about one request. Only the engine changes it.
 
@@ -209,6 +212,7 @@ class RequestState:
     ``rank``             its number in the order of arrival
     ``num_computed``     leading tokens whose K/V are cached; of a waiting request, those that were swapped out
     ``num_cached``       prompt tokens whose K/V a prefix cache had when it was first admitted
+    ``room``             leading tokens that can be written without asking the cache, which keeps this number
     ``high_water``       the most ``num_computed`` has been: positions below it, computed again, are recomputation
     ``last_scheduled``   index of the last iteration that computed some of its tokens, -1 if none
     ``siblings``         with ``n > 1``, until its prompt is computed: the other answers, which will fork off then
@@ -227,6 +231,7 @@ class RequestState:
     rank: float = 0.0
     num_computed: int = 0
     num_cached: int = 0
+    room: int = 0
     high_water: int = 0
     last_scheduled: int = -1
     status: Status = Status.SUBMITTED
@@ -238,9 +243,12 @@ class RequestState:
     result: Result | None = None
     siblings: list[RequestState] = field(default_factory=list)
     group: Group | None = None
+    num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
+        self.num_tokens = self.num_prompt + len(self.generated)
 
     @property
     def params(self) -> SamplingParams:
@@ -253,10 +261,6 @@ class RequestState:
     @property
     def client(self) -> str:
         return self.request.client
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt + len(self.generated)
 
     @property
     def num_pending(self) -> int:
@@ -275,12 +279,12 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.finish_reason is not None
 
     @property
     def is_decoding(self) -> bool:
         """Whether all that is pending is its newest generated token."""
-        return self.num_computed >= self.num_prompt and self.num_pending == 1
+        return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """``tokens[start:stop]`` of the one list that a request is, without building the whole of it."""

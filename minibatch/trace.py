@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import minibatch
 from minibatch.kv_cache import Holding, KVSnapshot
@@ -88,6 +88,44 @@ class Forked:
     emitted: int | None
 
 
+class StepCounts(NamedTuple):
+    """One iteration in numbers: all that a light trace keeps of it, and what the sums over a run are made of.
+
+    ``useful_rows``, ``num_rows``  row-iterations: members that computed some token for the first time; members and rows
+                                   of finished requests (see :mod:`minibatch.accounting`)
+    """
+
+    index: int
+    start: float
+    end: float
+    num_seqs: int
+    prefill: int
+    decode: int
+    recomputed: int
+    padding: int
+    dead_padding: int
+    useful_rows: int
+    num_rows: int
+    token_budget: int | None
+    arrived: int
+    admitted: int
+    preempted: int
+    cached: int
+    swapped_out: int
+    swapped_in: int
+    forked: int
+    copied_rows: int
+    finished: int
+    num_waiting: int
+    kv_filled: int
+    kv_reserved: int
+    kv_fragmentation: int
+    kv_cached: int
+    kv_free: int
+    kv_host: int
+    kv_capacity: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One iteration. Everything is in plan order, but for what includes all since the last report: ``arrived``,
@@ -155,6 +193,41 @@ class StepReport:
         """Tokens executed: prefill + decode + recomputed + padding."""
         return sum(m.stop - m.start for m in self.members) + self.padded
 
+    @property
+    def counts(self) -> StepCounts:
+        """The same in numbers."""
+        return StepCounts(
+            index=self.index,
+            start=self.start,
+            end=self.end,
+            num_seqs=len(self.members),
+            prefill=self.prefill,
+            decode=self.decode,
+            recomputed=self.recomputed,
+            padding=self.padded,
+            dead_padding=sum(p.num_tokens for p in self.padding if p.dead),
+            useful_rows=sum(m.prefill + m.decode > 0 for m in self.members),
+            num_rows=len({row.request_id for row in (*self.members, *self.padding)}),  # left pads share a row
+            token_budget=self.token_budget,
+            arrived=len(self.arrived),
+            admitted=len(self.admitted),
+            preempted=len(self.preempted),
+            cached=self.cached,
+            swapped_out=self.swapped_out,
+            swapped_in=self.swapped_in,
+            forked=len(self.forked),
+            copied_rows=self.copied_rows,
+            finished=len(self.finished),
+            num_waiting=self.num_waiting,
+            kv_filled=self.kv.filled,
+            kv_reserved=self.kv.reserved,
+            kv_fragmentation=self.kv.fragmentation,
+            kv_cached=self.kv.cached,
+            kv_free=self.kv.free,
+            kv_host=self.kv.host,
+            kv_capacity=self.kv.capacity,
+        )
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -194,11 +267,31 @@ class Timeline:
 
 @dataclass
 class Trace:
-    """A run: ``meta`` (how it was made), ``steps`` (one report an iteration), ``timelines`` (one a request)."""
+    """A run: ``meta`` (how it was made), ``steps`` (one report an iteration), ``timelines`` (one a request).
+
+    A light trace has no ``steps``, and only the numbers of each iteration: ``light``.
+    """
 
     meta: dict[str, Any] = field(default_factory=dict)
     steps: list[StepReport] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
+    light: list[StepCounts] = field(default_factory=list)
+
+    @property
+    def counts(self) -> list[StepCounts]:
+        """The numbers of each iteration, of any trace."""
+        return self.light or [step.counts for step in self.steps]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.light) or len(self.steps)
+
+    def add(self, record: StepReport | StepCounts) -> None:
+        """One more iteration."""
+        if isinstance(record, StepReport):
+            self.steps.append(record)
+        else:
+            self.light.append(record)
 
     @property
     def simulated(self) -> bool:
@@ -220,6 +313,8 @@ class Trace:
         yield "meta", {**self.meta, "format": FORMAT}
         for step in self.steps:
             yield "step", asdict(step)
+        for counts in self.light:
+            yield "counts", counts._asdict()
         for timeline in self.timelines:
             yield "timeline", asdict(timeline)
 
@@ -246,6 +341,8 @@ class Trace:
             self.meta = value
         elif kind == "step":
             self.steps.append(_step(value))
+        elif kind == "counts":
+            self.light.append(StepCounts(**value))
         elif kind == "timeline":
             self.timelines.append(Timeline(**value))
         else:

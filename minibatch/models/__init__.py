@@ -5,6 +5,7 @@
 ``eos_token_ids``        ids that end a sequence
 ``tokenizer``            has ``encode(text) -> ids`` and ``decode(ids, skip_special_tokens) -> text``; or None
 ``kv_bytes_per_token``   bytes of K and V of one token over all layers
+``simulated``            whether it computes no tokens, only time
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Model(Protocol):
     eos_token_ids: frozenset[int]
     tokenizer: Any
     kv_bytes_per_token: int
+    simulated: bool
 
     def clock(self) -> Clock:
         """The clock that fits this executor: real if it computes, virtual if it only says how long things take."""
@@ -60,5 +62,6 @@ class Model(Protocol):
     def forward(self, plan: Plan, kv: KVCache, store: Store) -> Any:
         """Computes the plan's chunks and padding; K/V go to the rows of ``store`` that ``kv`` names.
 
-        Returns logits ``[rows, vocab_size]`` (numpy or torch): of each chunk, in order, the last ``num_logits``.
+        Returns logits ``[rows, vocab_size]`` (numpy or torch): of each chunk, in order, the last ``num_logits``. A
+        simulated model returns the next tokens instead (see :mod:`minibatch.next_tokens`).
         """

@@ -55,6 +55,7 @@ class ToyModel:
     """``eos_token_id`` None: it never ends a sequence by itself."""
 
     name = "toy"
+    simulated = False
     kv_bytes_per_token = 1  # its store holds one (position, token) pair a token; call that a byte
 
     def __init__(

@@ -86,6 +86,7 @@ class TransformersModel:
         except UnsupportedModel:
             model.set_attn_implementation(before)
             raise
+        self.simulated = False
         self.kv_bytes_per_token = sum(x.kv_heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in self.layers)
 
     def clock(self) -> RealClock:

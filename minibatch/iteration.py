@@ -1,0 +1,100 @@
+"""What has happened in one iteration, and its record: in full for pictures and stories, or in numbers only.
+
+Both say the same: the numbers of a report are the counts of the same iteration (``StepReport.counts``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minibatch.kv_cache import KVSnapshot
+from minibatch.lifecycle import Changes
+from minibatch.plan import Plan
+from minibatch.request import RequestState
+from minibatch.sampling import Sample, SamplingError
+from minibatch.trace import Member, PadRow, StepCounts, StepReport
+
+
+class Iteration(NamedTuple):
+    """``kinds``: of each chunk of the plan, its tokens as (prefill, decode, recomputed); ``outcomes``: the token of each
+    request that was given one, or the error; ``kv``: after the forward, before anyone leaves."""
+
+    index: int
+    start: float
+    end: float
+    plan: Plan
+    kinds: list[tuple[int, int, int]]
+    outcomes: dict[RequestState, Sample | SamplingError]
+    changes: Changes
+    num_waiting: int
+    token_budget: int | None
+    kv: KVSnapshot
+
+    def report(self) -> StepReport:
+        """Who did what."""
+        plan, changes = self.plan, self.changes
+        return StepReport(
+            index=self.index,
+            start=self.start,
+            end=self.end,
+            members=tuple(self._members()),
+            padding=tuple(PadRow(p.request.label, p.num_tokens, p.dead) for p in plan.padding),
+            arrived=tuple(changes.arrived),
+            admitted=tuple(changes.admitted),
+            preempted=tuple(changes.preempted),
+            finished=tuple(changes.finished),
+            waiting=tuple((waiting.request.label, waiting.reason) for waiting in plan.waiting),
+            num_waiting=self.num_waiting,
+            rest=plan.rest,
+            token_budget=self.token_budget,
+            kv=self.kv,
+            forked=tuple(changes.forked),
+            copied_rows=changes.copied_rows,
+        )
+
+    def _members(self) -> list[Member]:
+        members = []
+        for (request, start, stop), kinds in zip(self.plan.chunks, self.kinds, strict=True):
+            outcome = self.outcomes.get(request)
+            emitted = outcome.token if isinstance(outcome, Sample) else None
+            members.append(Member(request.label, start, stop, *kinds, emitted))
+        return members
+
+    def counts(self) -> StepCounts:
+        """How many."""
+        prefill = decode = recomputed = 0
+        for kind in self.kinds:
+            prefill, decode, recomputed = prefill + kind[0], decode + kind[1], recomputed + kind[2]
+        dead = [pad.num_tokens for pad in self.plan.padding if pad.dead]
+        changes, kv, num_seqs = self.changes, self.kv, len(self.kinds)
+        return StepCounts(
+            index=self.index,
+            start=self.start,
+            end=self.end,
+            num_seqs=num_seqs,
+            prefill=prefill,
+            decode=decode,
+            recomputed=recomputed,
+            padding=sum([pad.num_tokens for pad in self.plan.padding]),
+            dead_padding=sum(dead),
+            useful_rows=sum([k[0] + k[1] > 0 for k in self.kinds]) if recomputed else num_seqs,
+            num_rows=num_seqs + len(dead),
+            token_budget=self.token_budget,
+            arrived=len(changes.arrived),
+            admitted=len(changes.admitted),
+            preempted=len(changes.preempted),
+            cached=sum([a.cached for a in changes.admitted]),
+            swapped_out=sum([p.num_tokens for p in changes.preempted if p.swapped]),
+            swapped_in=sum([a.swapped_in for a in changes.admitted]),
+            forked=len(changes.forked),
+            copied_rows=changes.copied_rows,
+            finished=len(changes.finished),
+            num_waiting=self.num_waiting,
+            kv_filled=kv.filled,
+            kv_reserved=kv.reserved,
+            kv_fragmentation=kv.fragmentation,
+            kv_cached=kv.cached,
+            kv_free=kv.free,
+            kv_host=kv.host,
+            kv_capacity=kv.capacity,
+        )
