@@ -212,7 +212,7 @@ def _generate(options: argparse.Namespace) -> int:
     model = _load(options)
     prompt = model.tokenizer.encode(options.prompt) if options.raw else workload.encode(model.tokenizer, options.prompt)
     size = min(len(prompt) + options.max_tokens, model.max_model_len or MOST_KV_TOKENS)
-    scheduler, kv = compare.configurations(Setup(), kv_tokens=size + 15, slot_size=size)[options.scheduler]
+    scheduler, kv = Setup().configurations(kv_tokens=size + 15, slot_size=size)[options.scheduler]
     with Engine(model, scheduler, kv).stream(Request(prompt, params)) as stream:
         for delta in stream:
             print(delta.text, end="", flush=True)

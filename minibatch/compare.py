@@ -1,10 +1,6 @@
 """The main job: one workload through four configurations of one engine, with the same KV memory for each.
 
-What differs between two neighbours of the ladder is one thing, so a difference in the numbers has one cause:
-
-    static -> continuous   membership may change between iterations (so a batch is no rectangle, and has no padding)
-    continuous -> paged    memory is allocated by need instead of by maximum
-    paged -> chunked       prompts are cut to a token budget instead of computed whole
+What the four are is in ``configurations.py``; here they are run and checked.
 """
 
 from __future__ import annotations
@@ -19,32 +15,21 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from minibatch import policies, reference, workload
+from minibatch import reference, workload
 from minibatch.checks import check_float, check_int
-from minibatch.chunked_prefill import ChunkedPrefill
-from minibatch.continuous_batching import ContinuousBatching
+from minibatch.configurations import Knobs
 from minibatch.engine import Engine
-from minibatch.kv_cache import ContiguousKVCache, KVCache
+from minibatch.kv_cache import KVCache
 from minibatch.models import Model
-from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import PlanError, Scheduler
-from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS, Order
-from minibatch.prefix_cache import PrefixCachedKVCache
+from minibatch.policies import Order
 from minibatch.request import EngineStalled, NeverFits, PromptTooLong, Request, Result, SamplingParams
-from minibatch.static_batching import StaticBatching
 from minibatch.trace import Trace
 
-# What is called of a policy, and what is read: one that lacks some of it should fail now, not after minutes.
-POLICIES = {
-    "order": (ORDERS, ("add", "take", "end", "walk", "note"), ("used", "lookahead")),
-    "admission": (ADMISSIONS, ("tokens", "objection", "check"), ("reserves_maximum",)),
-    "preemption": (PREEMPTIONS, ("choose", "outranked"), ("host_tokens",)),
-}
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What is compared.
+@dataclass(frozen=True, kw_only=True)
+class Setup(Knobs):
+    """What is compared, besides the knobs that a simulation has too.
 
     ``workload``     a set of prompts: see :func:`minibatch.workload.read_prompts`
     ``max_tokens``   most new tokens of a request; most answers end before
@@ -53,12 +38,6 @@ class Setup:
     ``seed``         of the order of the prompts and of the gaps between arrivals
     ``kv_tokens``    KV budget in tokens, the same for all, rounded down to a multiple of the longest request; None:
                      four times the longest request
-    ``block_size``   tokens a block, of paged and chunked
-    ``max_num_seqs`` most active requests, where memory does not set the limit first
-    ``token_budget`` tokens an iteration, of chunked
-    ``order``        who is next, of all four; ``admission``: does it fit, ``preemption``: who gives way, of all but
-                     static. Names from ``policies/``, or dotted ones (see :func:`minibatch.policies.make`)
-    ``prefix_cache`` whether paged and chunked find computed blocks again
     """
 
     workload: str = "mixed"
@@ -68,38 +47,19 @@ class Setup:
     rate: float | None = None
     seed: int = 0
     kv_tokens: int | None = None
-    block_size: int = 16
     max_num_seqs: int = 16
     token_budget: int = 128
-    order: str = "fcfs"
-    admission: str = "watermark"
-    preemption: str = "recompute"
-    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that makes no sense, or a policy that does not exist."""
-        for name in ("num_requests", "max_tokens", "block_size", "max_num_seqs", "token_budget"):
+        super().__post_init__()
+        for name in ("num_requests", "max_tokens"):
             check_int(name, getattr(self, name), 1)
         if self.kv_tokens is not None:
             check_int("kv_tokens", self.kv_tokens, 1)
         check_float("load", self.load, 0.0, math.inf, above=True)
         if self.rate is not None:
             check_float("rate", self.rate, 0.0, math.inf, above=True)
-        for kind in POLICIES:
-            self.make(kind)
-
-    def make(self, kind: str) -> Any:
-        """A new ``order``, ``admission`` or ``preemption``. Raises ValueError that names what is wrong with it."""
-        name, (table, methods, attributes) = getattr(self, kind), POLICIES[kind]
-        try:
-            policy = policies.make(name, table, methods)
-        except Exception as error:  # of any type: it may come from somebody's own module
-            what = error if isinstance(error, ValueError) else f"{name}: {type(error).__name__}: {error}"
-            raise ValueError(f"{kind}: {what}") from error
-        if missing := [attribute for attribute in attributes if not hasattr(policy, attribute)]:
-            base = "derive it from a class of minibatch.policies; an __init__ of its own has to call super().__init__()"
-            raise ValueError(f"{kind}: {name} makes {policy!r}, which has no {', '.join(missing)}: {base}")
-        return policy
 
 
 @dataclass(frozen=True)
@@ -134,21 +94,6 @@ class Comparison:
         return all(run.verdict.holds for run in self.runs.values())
 
 
-def configurations(setup: Setup, kv_tokens: int, slot_size: int) -> dict[str, tuple[Scheduler, KVCache]]:
-    """The four, on ``kv_tokens`` tokens of cache; a contiguous slot holds the longest request, ``slot_size`` tokens."""
-    slots, blocks = kv_tokens // slot_size, kv_tokens // setup.block_size
-    decisions = {"admission": setup.make("admission"), "preemption": setup.make("preemption")}
-    whole = ContinuousBatching(setup.max_num_seqs, max(1024, slot_size), **decisions)
-    cut = ChunkedPrefill(setup.token_budget, setup.max_num_seqs, **decisions)
-    paged = PrefixCachedKVCache if setup.prefix_cache else PagedKVCache
-    return {
-        "static": (StaticBatching(min(slots, setup.max_num_seqs)), ContiguousKVCache(slots, slot_size)),
-        "continuous": (whole, ContiguousKVCache(slots, slot_size)),
-        "paged": (whole, paged(blocks, setup.block_size)),
-        "chunked": (cut, paged(blocks, setup.block_size)),
-    }
-
-
 def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
     """Every request alone, then the four.
 
@@ -167,7 +112,7 @@ def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
     if kv_tokens < slot_size:
         raise NeverFits(f"the longest request needs {slot_size} tokens of cache, the budget is {kv_tokens}")
     kv_tokens -= kv_tokens % slot_size  # what makes no whole slot would be memory that only blocks can use
-    parts = configurations(setup, kv_tokens, slot_size)
+    parts = setup.configurations(kv_tokens, slot_size)
     with tqdm(total=(len(parts) + 1) * len(requests), unit="request", disable=not progress) as bar:
         bar.set_description(f"1/{len(parts) + 1} solo")
         solos = _solo_runs(model, requests, bar)

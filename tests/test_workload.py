@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minibatch import workload
-from minibatch.compare import Setup, configurations
+from minibatch.compare import Setup
 from minibatch.models.toy_model import ByteTokenizer
 
 
@@ -40,5 +40,5 @@ def test_prompts_can_come_from_a_file(tmp_path):
 
 @pytest.mark.parametrize("slot_size", [16, 48, 640])
 def test_the_four_configurations_have_the_same_memory(slot_size):
-    parts = configurations(Setup(block_size=16), 4 * slot_size, slot_size)
+    parts = Setup(block_size=16).configurations(4 * slot_size, slot_size)
     assert {kv.num_rows for _, kv in parts.values()} == {4 * slot_size}
