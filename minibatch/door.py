@@ -11,6 +11,7 @@ from dataclasses import replace
 from numbers import Integral
 
 from minibatch.checks import check_int, is_finite
+from minibatch.contents import pieces
 from minibatch.detokenizer import TextStream
 from minibatch.kv_cache import KVCache
 from minibatch.models import Model
@@ -148,7 +149,7 @@ def is_time(value: object) -> bool:
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> Sequence[int]:
     """The prompt as a list of its own; raises InvalidPrompt naming the first token that is not an id of this model.
 
-    A range stays what it is, however long: it cannot change, and its ids lie between its ends.
+    Ranges stay what they are, however long: they cannot change, and their ids lie between their ends.
     """
     if isinstance(prompt, (str, bytes)):
         raise InvalidPrompt("the prompt is text, an engine takes token ids: encode it, or use LLM.generate")
@@ -156,9 +157,12 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> Sequence[int]:
         raise InvalidPrompt(f"the prompt must be a sequence of token ids, got {prompt!r}")
     if len(prompt) == 0:
         raise InvalidPrompt("the prompt is empty: there is nothing to continue from")
-    if isinstance(prompt, range):
-        for index in (0, len(prompt) - 1):
-            _check_token(prompt[index], vocab_size, f"prompt token {index}", InvalidPrompt)
+    if (ranges := pieces(prompt)) is not None:
+        first = 0
+        for piece in ranges:
+            for index in (0, len(piece) - 1):
+                _check_token(piece[index], vocab_size, f"prompt token {first + index}", InvalidPrompt)
+            first += len(piece)
         return prompt
     for index, token in enumerate(prompt):
         _check_token(token, vocab_size, f"prompt token {index}", InvalidPrompt)

@@ -59,7 +59,7 @@ class Engine:
                        many is refused (default: no limit)
     ``seed``           of the draws of requests that have no seed of their own; None: different in every run
     ``meta``           facts to keep in the trace's header, such as the workload's name
-    ``record_steps``   False: the trace keeps only the numbers of each iteration, not who did what (for long simulations)
+    ``record_steps``   False: the trace keeps only the numbers of each iteration, not who did what (long simulations)
     """
 
     def __init__(

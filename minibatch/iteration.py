@@ -16,8 +16,8 @@ from minibatch.trace import Member, PadRow, StepCounts, StepReport
 
 
 class Iteration(NamedTuple):
-    """``kinds``: of each chunk of the plan, its tokens as (prefill, decode, recomputed); ``outcomes``: the token of each
-    request that was given one, or the error; ``kv``: after the forward, before anyone leaves."""
+    """``kinds``: of each chunk of the plan, its tokens as (prefill, decode, recomputed); ``outcomes``: the token of
+    each request that was given one, or the error; ``kv``: after the forward, before anyone leaves."""
 
     index: int
     start: float

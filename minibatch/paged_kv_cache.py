@@ -181,7 +181,8 @@ class PagedKVCache(KVCache):
         seen: set[int] = set()
         holders = sorted(active, key=lambda request: request.is_finished) if self.pool.num_shares else ()
         for request in holders:  # the living first: what they read is filled, whoever else holds it
-            for index, block in enumerate(self._tables.get(request, ())):
+            table = self._tables.get(request, ())
+            for index, block in [(i, b) for i, b in enumerate(table) if self.pool.references[b] > 1]:
                 if block not in seen:
                     seen.add(block)
                 elif request.is_finished:

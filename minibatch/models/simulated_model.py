@@ -1,7 +1,7 @@
 """An executor that computes no tokens, only says how long computing them takes.
 
-Schedulers, policies and caches are the same objects as with a real model; only the clock is virtual. So a laptop can ask
-what an A100 would do with thousands of requests.
+Schedulers, policies and caches are the same objects as with a real model; only the clock is virtual. So a laptop can
+ask what an A100 would do with thousands of requests.
 
 Tokens still exist, as names, because prefix caching compares them: the simulated model *counts*. The token after token
 t is t + 1, so an answer continues the numbers of its prompt, and the next turn of a conversation, whose prompt holds
