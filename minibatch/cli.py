@@ -18,10 +18,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from minibatch import __version__, bench, bench_planning, bench_swap, compare, compare_report, explain, workload
+from minibatch import (
+    __version__,
+    bench,
+    bench_planning,
+    bench_simulation,
+    bench_swap,
+    cli_simulation,
+    compare,
+    compare_report,
+    explain,
+    workload,
+)
+from minibatch.cli_options import check_writable, option
 from minibatch.compare import Setup
+from minibatch.configurations import CONFIGURATIONS
 from minibatch.engine import Engine
 from minibatch.llm import MOST_KV_TOKENS, load_model
 from minibatch.models import Model, ModelUnavailable, UnsupportedModel
@@ -33,7 +45,6 @@ from minibatch.trace import Trace
 
 USAGE, NO_MODEL, DIFFERS, BAD_PLAN, INTERRUPTED = 2, 3, 4, 5, 130
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
-SCHEDULERS = ["static", "continuous", "paged", "chunked"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_generate(commands)
     _add_explain(commands)
+    cli_simulation.add(commands)
     _add_bench(commands)
     return parser
 
@@ -86,31 +98,15 @@ def _load(options: argparse.Namespace) -> Model:
     return model
 
 
-def _check_writable(directory: Path) -> None:
-    """Raises ValueError now rather than after minutes of work."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"cannot write to {directory}: {there} is not a directory that can be written to")
-
-
 def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(command=run)
     group = command.add_argument_group("model")
     names = "smollm2-135m, toy (no download, simulated time), a Hub id or a path"
-    _option(group, "--model", DEFAULT_MODEL, names, str)
-    _option(group, "--dtype", "float32", "of weights, K/V and computation", str, choices=DTYPES)
-    _option(group, "--device", "cpu", "cpu, or cuda for a GPU", str)
+    option(group, "--model", DEFAULT_MODEL, names, str)
+    option(group, "--dtype", "float32", "of weights, K/V and computation", str, choices=DTYPES)
+    option(group, "--device", "cpu", "cpu, or cuda for a GPU", str)
     return command
-
-
-def _option(group: argparse._ActionsContainer, name: str, default: object, text: str, kind: type, **more: Any) -> None:
-    """An option whose help says its default, where it has one."""
-    text = text if default is None else f"{text} (default: {default})"
-    metavar = {int: "N", float: "X"}.get(kind)
-    group.add_argument(
-        name, type=kind, default=default, help=text, metavar=None if "choices" in more else metavar, **more
-    )
 
 
 # ------------------------------------------------------------------------------------------------- minibatch compare
@@ -120,30 +116,30 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "The same requests through static, continuous, paged and chunked batching, side by side."
     command, default = _add_command(commands, "compare", _compare, text), Setup()
     group = command.add_argument_group("workload")
-    _option(group, "--workload", default.workload, "mixed, short or long prompts, or a text file with one a line", str)
-    _option(group, "--requests", default.num_requests, "how many", int)
-    _option(group, "--max-tokens", default.max_tokens, "most new tokens of one", int)
+    option(group, "--workload", default.workload, "mixed, short or long prompts, or a text file with one a line", str)
+    option(group, "--requests", default.num_requests, "how many", int)
+    option(group, "--max-tokens", default.max_tokens, "most new tokens of one", int)
     load = "arrival rate, relative to this machine: 1 is what serving one request after the other just keeps up with"
-    _option(group, "--load", default.load, load, float)
-    _option(group, "--rate", default.rate, "arrival rate in requests a second, instead of --load", float)
-    _option(group, "--seed", default.seed, "of the order of the prompts and the gaps between arrivals", int)
+    option(group, "--load", default.load, load, float)
+    option(group, "--rate", default.rate, "arrival rate in requests a second, instead of --load", float)
+    option(group, "--seed", default.seed, "of the order of the prompts and the gaps between arrivals", int)
     group = command.add_argument_group("budget")
-    _option(group, "--kv-tokens", default.kv_tokens, "KV cache in tokens (default: 4 times the longest request)", int)
-    _option(group, "--block-size", default.block_size, "tokens a block, of paged and chunked", int)
-    _option(group, "--max-num-seqs", default.max_num_seqs, "most active requests", int)
-    _option(group, "--token-budget", default.token_budget, "tokens an iteration, of chunked", int)
+    option(group, "--kv-tokens", default.kv_tokens, "KV cache in tokens (default: 4 times the longest request)", int)
+    option(group, "--block-size", default.block_size, "tokens a block, of paged and chunked", int)
+    option(group, "--max-num-seqs", default.max_num_seqs, "most active requests", int)
+    option(group, "--token-budget", default.token_budget, "tokens an iteration, of chunked", int)
     group = command.add_argument_group("policies", "A name, or the dotted name of your own: mymodule:MyOrder.")
     all_alike = f"; {compare_report.ALIKE}"
-    _option(group, "--order", default.order, f"who is next, of all four: {', '.join(ORDERS)}{all_alike}", str)
+    option(group, "--order", default.order, f"who is next, of all four: {', '.join(ORDERS)}{all_alike}", str)
     but_static = "of all but static"
-    _option(group, "--admission", default.admission, f"does it fit, {but_static}: {', '.join(ADMISSIONS)}", str)
-    _option(group, "--preemption", default.preemption, f"who gives way, {but_static}: {', '.join(PREEMPTIONS)}", str)
+    option(group, "--admission", default.admission, f"does it fit, {but_static}: {', '.join(ADMISSIONS)}", str)
+    option(group, "--preemption", default.preemption, f"who gives way, {but_static}: {', '.join(PREEMPTIONS)}", str)
     group.add_argument("--prefix-cache", action="store_true", help="paged and chunked find computed blocks again")
     group = command.add_argument_group("output")
     out = (
         f"directory for pictures, traces and numbers (default: compare, or compare-MODEL if it is not {DEFAULT_MODEL})"
     )
-    _option(group, "--out", None, out, Path)
+    option(group, "--out", None, out, Path)
     group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -167,7 +163,7 @@ def _compare(options: argparse.Namespace) -> int:
     )
     own = "compare" if options.model == DEFAULT_MODEL else f"compare-{Path(options.model).name}"
     directory = options.out or Path(own)
-    _check_writable(directory)
+    check_writable(directory)
     model = _load(options)
     result = compare.run(model, setup, progress=not options.quiet)
     paths = compare_report.save(result, directory)
@@ -190,13 +186,13 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     group = command.add_argument_group("prompt")
     group.add_argument("--prompt", required=True, help="what to ask")
     group.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    _option(group, "--scheduler", "chunked", "which configuration answers", str, choices=SCHEDULERS)
+    option(group, "--scheduler", "chunked", "which configuration answers", str, choices=CONFIGURATIONS)
     group = command.add_argument_group("sampling")
-    _option(group, "--max-tokens", 256, "most new tokens", int)
-    _option(group, "--temperature", default.temperature, "0 takes the most likely token", float)
-    _option(group, "--top-p", default.top_p, "share of the probability that is kept", float)
-    _option(group, "--top-k", default.top_k, "number of tokens that are kept, 0: all", int)
-    _option(group, "--seed", default.seed, "of the draws (default: another in every run)", int)
+    option(group, "--max-tokens", 256, "most new tokens", int)
+    option(group, "--temperature", default.temperature, "0 takes the most likely token", float)
+    option(group, "--top-p", default.top_p, "share of the probability that is kept", float)
+    option(group, "--top-k", default.top_k, "number of tokens that are kept, 0: all", int)
+    option(group, "--seed", default.seed, "of the draws (default: another in every run)", int)
     group.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
 
 
@@ -212,7 +208,7 @@ def _generate(options: argparse.Namespace) -> int:
     model = _load(options)
     prompt = model.tokenizer.encode(options.prompt) if options.raw else workload.encode(model.tokenizer, options.prompt)
     size = min(len(prompt) + options.max_tokens, model.max_model_len or MOST_KV_TOKENS)
-    scheduler, kv = Setup().configurations(kv_tokens=size + 15, slot_size=size)[options.scheduler]
+    scheduler, kv = Setup().configuration(options.scheduler, kv_tokens=size + 15, slot_size=size)
     with Engine(model, scheduler, kv).stream(Request(prompt, params)) as stream:
         for delta in stream:
             print(delta.text, end="", flush=True)
@@ -264,12 +260,12 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     for name, (_, _, what) in BENCHES.items():
         group.add_argument(f"--{name}", action="store_true", help=what)
     group, load = command.add_argument_group("planning"), bench_planning.Load()
-    _option(group, "--running", load.running, "active requests", int)
-    _option(group, "--waiting", load.waiting, "requests in the queue", int)
-    _option(group, "--plans", load.plans, "how often each plan is made", int)
+    option(group, "--running", load.running, "active requests", int)
+    option(group, "--waiting", load.waiting, "requests in the queue", int)
+    option(group, "--plans", load.plans, "how often each plan is made", int)
     group = command.add_argument_group("swap")
-    _option(group, "--longest", 1024, "longest context, in tokens", int)
-    _option(group, "--repeats", 7, "how often each length is measured", int)
+    option(group, "--longest", 1024, "longest context, in tokens", int)
+    option(group, "--repeats", 7, "how often each length is measured", int)
     group = command.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -301,6 +297,11 @@ def _bench_swap(options: argparse.Namespace) -> bench_swap.Swapping:
     return bench_swap.run(model, options.longest, options.repeats, progress=not options.quiet)
 
 
+def _bench_simulation(options: argparse.Namespace) -> bench_simulation.Fidelity:
+    model = load_model(options.model, options.dtype, options.device)
+    return bench_simulation.run(model, progress=not options.quiet)
+
+
 # name -> what measures, what puts it into words, and what it is
 BENCHES: dict[str, tuple[Callable, Callable, str]] = {
     "planning": (
@@ -312,5 +313,10 @@ BENCHES: dict[str, tuple[Callable, Callable, str]] = {
         _bench_swap,
         bench_swap.describe,
         "from which length on swapping is cheaper than recomputing (a minute; quicker with --longest 256)",
+    ),
+    "simulation": (
+        _bench_simulation,
+        bench_simulation.describe,
+        "how far simulated runs are from measured ones, with a cost model calibrated here (three minutes)",
     ),
 }

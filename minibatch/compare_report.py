@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from minibatch import metrics, plots, run_table
 from minibatch.compare import Comparison
 from minibatch.policies import FCFS
 
-WIDTH = 100  # columns of the terminal
 ALIKE = "all requests have the same client and priority"
 
 
@@ -25,23 +23,18 @@ def describe(comparison: Comparison) -> str:
     lines = [
         f"model       {', '.join(str(meta[key]) for key in ('model', 'dtype', 'device', 'source') if key in meta)}",
         f"machine     {meta['machine']}",
-        *_wrap(f"{'workload':<12}", f"{meta['workload']}, seed {meta['seed']}"),
+        *run_table.wrap(f"{'workload':<12}", f"{meta['workload']}, seed {meta['seed']}"),
         f"            (the same arrival times again: --rate {comparison.rate!r})",
         f"KV cache    {budget} for every configuration",
     ]
     if meta["order"] != repr(FCFS()):
         lines += [f"order       {meta['order']} in every configuration", f"{'':<12}({ALIKE})"]
     for name, run in comparison.runs.items():
-        lines += _wrap(f"{name:<12}", f"{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}")
+        lines += run_table.wrap(f"{name:<12}", f"{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}")
     lines += ["", run_table.render(comparison.traces, _kind(comparison)), "", _decode_costs(comparison)]
     lines += ["", "tokens, against solo generation"]
     lines += [f"{name:<12}{run.verdict}" for name, run in comparison.runs.items()]
     return "\n".join(lines)
-
-
-def _wrap(head: str, text: str) -> list[str]:
-    indent = " " * len(head)
-    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _decode_costs(comparison: Comparison) -> str:

@@ -22,6 +22,7 @@ from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Scheduler
 from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS
 from minibatch.prefix_cache import PrefixCachedKVCache
+from minibatch.request import NeverFits
 from minibatch.static_batching import StaticBatching
 
 CONFIGURATIONS = ("static", "continuous", "paged", "chunked")
@@ -78,18 +79,22 @@ class Knobs:
         return policy
 
     def configurations(self, kv_tokens: int, slot_size: int) -> dict[str, tuple[Scheduler, KVCache]]:
-        """The four, on ``kv_tokens`` tokens of cache; a contiguous slot holds ``slot_size``, the longest request.
+        """All four, see :meth:`configuration`."""
+        return {name: self.configuration(name, kv_tokens, slot_size) for name in CONFIGURATIONS}
 
-        New caches at every call: one belongs to one engine.
+    def configuration(self, name: str, kv_tokens: int, slot_size: int) -> tuple[Scheduler, KVCache]:
+        """Scheduler and cache, on ``kv_tokens`` tokens; a contiguous slot holds ``slot_size``, the longest request.
+
+        A new cache at every call: one belongs to one engine. Raises NeverFits if not one slot fits.
         """
-        slots, blocks = kv_tokens // slot_size, kv_tokens // self.block_size
         decisions = {"admission": self.make("admission"), "preemption": self.make("preemption")}
         whole = ContinuousBatching(self.max_num_seqs, max(1024, slot_size), self.phase_order, **decisions)
-        cut = ChunkedPrefill(self.token_budget, self.max_num_seqs, **decisions)
-        paged = PrefixCachedKVCache if self.prefix_cache else PagedKVCache
-        return {
-            "static": (StaticBatching(min(slots, self.max_num_seqs)), ContiguousKVCache(slots, slot_size)),
-            "continuous": (whole, ContiguousKVCache(slots, slot_size)),
-            "paged": (whole, paged(blocks, self.block_size)),
-            "chunked": (cut, paged(blocks, self.block_size)),
-        }
+        if name in ("paged", "chunked"):
+            paged = PrefixCachedKVCache if self.prefix_cache else PagedKVCache
+            cut = ChunkedPrefill(self.token_budget, self.max_num_seqs, **decisions)
+            return whole if name == "paged" else cut, paged(kv_tokens // self.block_size, self.block_size)
+        slots = kv_tokens // slot_size
+        if not slots:
+            raise NeverFits(f"a slot for the longest request takes {slot_size} tokens, the KV cache has {kv_tokens}")
+        static = StaticBatching(min(slots, self.max_num_seqs))
+        return static if name == "static" else whole, ContiguousKVCache(slots, slot_size)

@@ -16,10 +16,12 @@ efficiency of a kernel depends on the shape of its work. Communication and swaps
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from minibatch.checks import check_float, check_int
@@ -230,6 +232,22 @@ class CostModel:
                 f"{self.name}: the weights take {needed:.1f} GB of {there:.1f} GB ({share:g} of the memory)"
             )
         return tokens
+
+    def save(self, path: str | Path) -> None:
+        """Writes all its numbers as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Reads what ``save`` wrote; raises ValueError for anything else, OSError if it cannot be read."""
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            efficiency = Efficiency(**value.pop("efficiency"))
+            gpu = value.pop("gpu")
+            gpu = GPU(**{**gpu, "efficiency": Efficiency(**gpu["efficiency"])})
+            return cls(ModelShape(**value.pop("model")), gpu, efficiency=efficiency, **value)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a cost model: {error}") from error
 
     @classmethod
     def fit(cls, trace: Trace, model: ModelShape, gpu: GPU | None = None) -> CostModel:

@@ -180,7 +180,8 @@ def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
         ax.set_xlim(limits)
         if steps["num_tokens"].max() > 4 * LINEAR:
             ax.set_yscale("symlog", linthresh=LINEAR, linscale=1.2)
-            ax.set_yticks([tick for tick in LOG_TICKS if tick <= 2 * steps["num_tokens"].max()])
+            ticks = [tick for tick in LOG_TICKS if tick <= 2 * steps["num_tokens"].max()]
+            ax.set_yticks(ticks if len(ticks) <= 12 else [*ticks[:3], *ticks[3::2]])  # room for each
             ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             ax.yaxis.set_minor_locator(NullLocator())
             ax.set_ylabel(f"tokens (log above {LINEAR})")

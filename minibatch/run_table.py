@@ -17,6 +17,7 @@ The last two groups are printed where there is something to say; in the JSON the
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ BANDS = (
     ["TBT", "end-to-end"],
 )
 UNITS = {"work": "tokens", "prefix cache": "tokens", "swap": "tokens"}  # of the others: seconds
+WIDTH = 100  # columns of the terminal
 SHARES = ("useful", "of prompts", "kept")
 
 
@@ -111,3 +113,9 @@ def _format(group: str, name: str) -> Any:
     if name == "preemptions" or group in UNITS:
         return lambda value: f"{value:.0f}"
     return lambda value: f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def wrap(head: str, text: str) -> list[str]:
+    """``text`` in lines of at most ``WIDTH`` columns, behind ``head``."""
+    indent = " " * len(head)
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)

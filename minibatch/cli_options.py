@@ -1,0 +1,24 @@
+"""What the commands share: options whose help says their default, and a directory that can be written to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def option(group: argparse._ActionsContainer, name: str, default: object, text: str, kind: type, **more: Any) -> None:
+    """An option whose help says its default, where it has one."""
+    text = text if default is None else f"{text} (default: {default})"
+    metavar = {int: "N", float: "X"}.get(kind)
+    group.add_argument(
+        name, type=kind, default=default, help=text, metavar=None if "choices" in more else metavar, **more
+    )
+
+
+def check_writable(directory: Path) -> None:
+    """Raises ValueError now rather than after minutes of work."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write to {directory}: {there} is not a directory that can be written to")
