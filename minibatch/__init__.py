@@ -4,9 +4,11 @@ from typing import Any
 
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.continuous_batching import ContinuousBatching
+from minibatch.cost_model import CostModel
 from minibatch.engine import Engine
 from minibatch.kv_cache import ContiguousKVCache
 from minibatch.llm import LLM
+from minibatch.models.simulated_model import SimulatedModel
 from minibatch.models.toy_model import ToyModel
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.prefix_cache import PrefixCachedKVCache
@@ -20,11 +22,13 @@ __all__ = [
     "ChunkedPrefill",
     "ContiguousKVCache",
     "ContinuousBatching",
+    "CostModel",
     "Engine",
     "PagedKVCache",
     "PrefixCachedKVCache",
     "Request",
     "SamplingParams",
+    "SimulatedModel",
     "StaticBatching",
     "ToyModel",
     "Trace",

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
 
 from minibatch.cost_model import CostModel, Counts
 from minibatch.gpus import GPU, Efficiency, smooth_max
@@ -137,6 +136,8 @@ def _search(loss: Callable[..., float], starts: list[tuple[float, ...]]) -> list
 
     They differ by many powers of ten, so the search is over their logarithms.
     """
+
+    from scipy.optimize import minimize  # here, because it takes a second to import
 
     def parameters(point: np.ndarray) -> np.ndarray:
         values = np.exp(np.clip(point, -60.0, 60.0))

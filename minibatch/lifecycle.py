@@ -165,8 +165,8 @@ class Lifecycle:
             if isinstance(outcome, SamplingError):
                 self.finish(state, "abort", now, outcome)
                 continue
-            token = outcome.token
-            state.generated.append(token)
+            token, generated = outcome.token, state.generated
+            generated.append(token)
             state.num_tokens += 1
             state.timeline.token_times.append(now)
             if state.request.params.logprobs is not None:
@@ -178,7 +178,7 @@ class Lifecycle:
             elif matched:
                 state.stop_reason = state.text.stop_reason
                 self.finish(state, "stop", now)
-            elif len(state.generated) == state.max_new_tokens:
+            elif len(generated) == state.max_new_tokens:
                 self.finish(state, "length", now)
 
     def finish(self, state: RequestState, reason: str, now: float, error: Exception | None = None) -> None:
@@ -221,4 +221,4 @@ class Lifecycle:
         for state in states:
             self.kv.release(state)
         self.active[:] = [state for state in self.active if state not in gone]
-        self.num_dead = sum(state.is_finished for state in self.active)
+        self.num_dead -= sum(state.is_finished for state in gone)

@@ -72,7 +72,7 @@ def requests_table(trace: Trace) -> pd.DataFrame:
     Rows of aborted, rejected and unfinished requests hold what was measured before they ended. ``max_tbt`` is the
     longest gap: the worst stall that this user saw.
     """
-    return _table((_request_row(t) for t in trace.timelines), REQUEST_COLUMNS)
+    return _table((_request_row(t, gaps(t)) for t in trace.timelines), REQUEST_COLUMNS)
 
 
 def steps_table(trace: Trace) -> pd.DataFrame:
@@ -82,15 +82,15 @@ def steps_table(trace: Trace) -> pd.DataFrame:
     number of requests that computed something. ``token_budget`` is NaN where the scheduler sets none. ``cached``,
     ``swapped_out``, ``swapped_in`` and ``copied_rows`` count tokens; ``kv_host`` is memory of the host.
     """
-    table = pd.DataFrame(trace.counts, columns=list(StepCounts._fields)).astype(STEP_DTYPES)
+    counts = np.array(trace.counts, dtype=np.float64).reshape(-1, len(StepCounts._fields))  # None becomes NaN
+    table = pd.DataFrame(counts, columns=list(StepCounts._fields)).astype(STEP_DTYPES)
     table.insert(3, "duration", table["end"] - table["start"])
     table["num_tokens"] = table[["prefill", "decode", "recomputed", "padding"]].sum(axis=1)
     return table
 
 
-def _request_row(timeline: Timeline) -> dict[str, Any]:
+def _request_row(timeline: Timeline, between: np.ndarray) -> dict[str, Any]:
     first, last = (timeline.token_times[0], timeline.token_times[-1]) if timeline.token_times else (None, None)
-    between = gaps(timeline)
     return {
         "request_id": timeline.request_id,
         "group": timeline.group,
@@ -193,9 +193,10 @@ def latencies(trace: Trace) -> dict[str, np.ndarray]:
 
 
 def _latencies(completed: Sequence[Timeline]) -> dict[str, np.ndarray]:
-    table = _table((_request_row(t) for t in completed), REQUEST_COLUMNS)
+    between = [gaps(t) for t in completed]
+    table = _table(map(_request_row, completed, between), REQUEST_COLUMNS)
     values = {name: table[name].dropna().to_numpy() for name in LATENCIES if name != "tbt"}
-    values["tbt"] = np.concatenate([np.empty(0), *(gaps(t) for t in completed)])
+    values["tbt"] = np.concatenate([np.empty(0), *between])
     return {name: values[name] for name in LATENCIES}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 from minibatch.capacity import highest_rate
 from minibatch.checks import check_int
@@ -122,7 +122,7 @@ def mean_and_half_width(values: np.ndarray, level: float = 0.95) -> tuple[float,
     if len(values) < 2:
         return mean, math.nan
     spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean, float(stats.t.ppf((1 + level) / 2, len(values) - 1)) * spread
+    return mean, float(stdtrit(len(values) - 1, (1 + level) / 2)) * spread
 
 
 def varied(table: pd.DataFrame) -> list[str]:
