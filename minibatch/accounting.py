@@ -71,8 +71,11 @@ def work(trace: Trace) -> Work:
 def work_table(trace: Trace) -> pd.DataFrame:
     """The same a request: index ``request_id`` in the order of the trace, columns the fields of :class:`Work`.
 
-    ``executed_rows - useful_rows`` are the iterations in which the request's row ran for nothing.
+    ``executed_rows - useful_rows`` are the iterations in which the request's row ran for nothing. Raises ValueError for
+    a light trace, which does not say who did what.
     """
+    if trace.light:
+        raise ValueError(f"a light trace of {trace.num_steps} iterations does not say who did what: use record_steps")
     table = {timeline.request_id: dict.fromkeys(COLUMNS, 0) for timeline in trace.timelines}
     for step in trace.steps:
         _add(step, table)

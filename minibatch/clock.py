@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from minibatch.checks import check_float
 from minibatch.plan import Plan
 
 
@@ -47,8 +49,8 @@ class RealClock:
 class VirtualClock:
     """Time that passes only when the engine executes or waits.
 
-    ``duration(plan)`` gives the seconds that an iteration takes. The default, one second each, makes time count
-    iterations: iteration k (from 1) starts at k - 1.
+    ``duration(plan)`` gives the seconds that an iteration takes, 0 or more; anything else is a ValueError. The default,
+    one second each, makes time count iterations: iteration k (from 1) starts at k - 1.
     """
 
     kind = "virtual"
@@ -63,4 +65,6 @@ class VirtualClock:
         self._now = max(self._now, when)
 
     def advance(self, plan: Plan) -> None:
-        self._now += self._duration(plan)
+        seconds = self._duration(plan)
+        check_float("the duration of an iteration", seconds, 0.0, math.inf)
+        self._now += seconds

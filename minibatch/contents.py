@@ -50,6 +50,8 @@ class Joined(Sequence[int]):
     _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each piece, its end in the whole
 
     def __post_init__(self) -> None:
+        if not self.pieces or not all(self.pieces):
+            raise ValueError("a prompt has at least one token, and so has each of its pieces")
         stops, total = [], 0
         for piece in self.pieces:
             total += len(piece)

@@ -134,7 +134,7 @@ def check_envelope(request: Request) -> None:
     if not isinstance(request.params, SamplingParams):
         raise InvalidParams(f"params must be SamplingParams, got {request.params!r}")
     if request.output_length is not None:
-        check_int("output_length", request.output_length, max(request.params.min_tokens, 1), InvalidParams)
+        check_int("output_length", request.output_length, request.params.min_tokens + 1, InvalidParams)
     if request.cache_salt is not None and not isinstance(request.cache_salt, str):
         raise InvalidParams(f"cache_salt must be a string, got {request.cache_salt!r}")
     if request.arrival_time is not None and not is_time(request.arrival_time):
@@ -155,8 +155,11 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> Sequence[int]:
         raise InvalidPrompt("the prompt is text, an engine takes token ids: encode it, or use LLM.generate")
     if not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
         raise InvalidPrompt(f"the prompt must be a sequence of token ids, got {prompt!r}")
-    if len(prompt) == 0:
-        raise InvalidPrompt("the prompt is empty: there is nothing to continue from")
+    try:
+        if len(prompt) == 0:
+            raise InvalidPrompt("the prompt is empty: there is nothing to continue from")
+    except OverflowError:
+        raise InvalidPrompt(f"the prompt has more tokens than can be counted: {prompt!r}") from None
     if (ranges := pieces(prompt)) is not None:
         first = 0
         for piece in ranges:
@@ -183,9 +186,11 @@ def check_vocabulary(request: Request, vocab_size: int, has_tokenizer: bool) -> 
 def check_simulated(request: Request, simulated: bool) -> None:
     """Raises InvalidParams for what needs logits where there are none, or says when an answer ends that ends itself."""
     if simulated:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(request.params, name) is not None:
-                raise InvalidParams(f"{name} cannot be had: a simulated model computes no logits")
+        for name in ("logprobs", "prompt_logprobs", "stop_token_ids", "logit_bias"):
+            if getattr(request.params, name) not in (None, (), {}):
+                raise InvalidParams(
+                    f"{name} cannot be had: a simulated model computes no logits, its tokens are numbers"
+                )
     elif request.output_length is not None:
         raise InvalidParams(
             f"output_length {request.output_length} is for simulated models: this one ends an answer itself"

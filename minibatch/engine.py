@@ -160,18 +160,22 @@ class Engine:
 
         ``on_finish`` is called with the Result of every request, once its last iteration is over, and may return more
         requests, which are submitted at once: the next turn of a conversation, a client that sends one request after
-        the other (a closed loop). Their Results follow those of ``requests``.
+        the other (a closed loop). Their Results follow those of ``requests``. (Of an arrival that finds the queue full
+        it hears after the iteration that follows.)
         """
         outcomes: list[RequestState | Result] = []
         self.life.ended.clear()
         self._submit_all(requests, outcomes)
-        while (record := self.step()) is not None or (on_finish is not None and self.life.ended):
-            if on_step is not None and record is not None:
-                on_step(record)
+        while True:
             ended, self.life.ended = self.life.ended, []
-            if on_finish is not None:
+            if ended and on_finish is not None:
                 for result in ended:
                     self._submit_all(on_finish(result) or (), outcomes)
+            elif (record := self.step()) is not None:
+                if on_step is not None:
+                    on_step(record)
+            elif not self.life.ended:
+                break
         return [o if isinstance(o, Result) else (o.group or o).result for o in outcomes]
 
     def step(self) -> Record | None:

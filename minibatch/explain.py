@@ -79,7 +79,7 @@ def _footer(trace: Trace) -> str:
     """What the times are, and what ran."""
     kind = "simulated" if trace.simulated else "measured"
     text = f"Times are seconds, {kind}; iterations are numbered as in the pictures."
-    if not steps_kept(trace):
+    if trace.light or not steps_kept(trace):
         text += " This trace was kept without step reports: there are no iterations in it, and no reasons."
     parts = [str(trace.meta[key]) for key in ("name", "model", "scheduler", "kv_cache", "order") if key in trace.meta]
     return f"{text} Run: {', '.join(parts)}." if parts else text

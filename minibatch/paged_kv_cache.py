@@ -102,13 +102,8 @@ class PagedKVCache(KVCache):
         for _ in range(self.need(request, num_tokens) - len(table)):
             table.append(self.pool.take())
         self._reserved[request] = max(self._reserved.get(request, 0), num_tokens)
-        request.room = len(table) * self.unit_size if self._owns(request, table) else 0
+        request.room = len(table) * self.unit_size  # what it has still to write is its own now
         return copy
-
-    def _owns(self, request: RequestState, table: list[int]) -> bool:
-        """Whether nobody else holds a block that the request has still to write."""
-        to_write = table[request.num_computed // self.unit_size :] if self.pool.num_shares else ()
-        return all(self.pool.references[block] == 1 for block in to_write)
 
     def release(self, request: RequestState) -> None:
         self.pool.drop(reversed(self._tables.pop(request, [])))

@@ -175,5 +175,4 @@ class PrefixCachedKVCache(PagedKVCache):
     def _pieces(self, request: RequestState, first: int, last: int) -> Iterator[Tokens]:
         """The tokens of its full blocks ``first`` to ``last - 1``."""
         size = self.unit_size
-        tokens = request.tokens(first * size, last * size) if first < last else []
-        return (tuple(tokens[start : start + size]) for start in range(0, len(tokens), size))
+        return (tuple(request.tokens(index * size, (index + 1) * size)) for index in range(first, last))

@@ -278,6 +278,7 @@ class _Ledger:
     host: dict[str, int] = field(default_factory=dict)  # tokens that are swapped out
     ran: set[str] = field(default_factory=set)  # have been active
     results: dict[str, Result] = field(default_factory=dict)
+    holders: set[RequestState] = field(default_factory=set)  # have been active
 
 
 _ledgers: weakref.WeakKeyDictionary[Engine, _Ledger] = weakref.WeakKeyDictionary()
@@ -301,6 +302,7 @@ def check_invariants(engine: Engine, report: StepReport | None = None, *, fcfs: 
         assert report is engine.trace.steps[-1], "the report is not the newest of the trace"
         assert report.num_waiting == len(engine.queue)
     _check_memory(engine)
+    _check_room(engine, ledger)
     _check_states(engine, ledger)
     _check_places(engine, ledger, report)
     _check_results(engine, ledger)
@@ -484,6 +486,23 @@ def _check_memory(engine: Engine) -> None:
             stored = [engine.store[row] for row in range(known.block * kv.unit_size, (known.block + 1) * kv.unit_size)]
             expected = list(enumerate(known.tokens, start=depth * kv.unit_size))
             assert stored == expected, f"block {known.block} can be found and does not hold its tokens"
+
+
+def _check_room(engine: Engine, ledger: _Ledger) -> None:
+    """What may be written without asking the cache is there, and nobody else's; who holds nothing has no room."""
+    kv = engine.kv
+    for state in engine.active:
+        room, units = state.room, kv.units(state)
+        assert 0 <= room <= len(units) * kv.unit_size, f"{state.label} may write {room} tokens and holds {len(units)}"
+        if isinstance(kv, PagedKVCache) and not state.is_finished:
+            to_write = units[state.num_computed // kv.unit_size : -(-room // kv.unit_size)]
+            shared = [unit for unit in to_write if kv.pool.references[unit] != 1]
+            assert not shared, f"{state.label} may write into the shared blocks {shared}"
+    ledger.holders.update(engine.active)
+    waiting = [*engine.queue, *(sibling for state in engine.active for sibling in state.siblings)]
+    for state in [*ledger.holders.difference(engine.active), *waiting]:
+        assert state.room == 0, f"{state.label} has given back its memory and may write {state.room} tokens"
+    ledger.holders.intersection_update([*engine.active, *engine.queue])
 
 
 def _check_states(engine: Engine, ledger: _Ledger) -> None:

@@ -623,3 +623,10 @@ def test_joined_is_what_a_conversation_has():
     workload = conversations(1, 2, AllAtOnce(), Fixed(3), Fixed(4))
     (follow,) = workload.follow_ups.values()
     assert isinstance(workload.requests[0].prompt, range) and isinstance(follow.request.prompt, Joined)
+
+
+@pytest.mark.parametrize("parts", [(), (range(5, 5),), (range(3), range(5, 5))])
+def test_a_joined_prompt_has_a_token_in_every_piece(parts):
+    """Fault: an IndexError at the first look, in the middle of a run."""
+    with pytest.raises(ValueError, match="at least one token"):
+        Joined(parts)
