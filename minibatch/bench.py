@@ -2,6 +2,8 @@
 
     bench_planning.py   --planning   does deciding take time that the model could compute in?
     bench_swap.py       --swap       from which length on is it cheaper to copy K/V than to compute it again?
+    bench_simulation.py --simulation how far is a simulated run from a measured one?
+    bench_scale.py      --scale      what does a simulation of thousands of requests cost?
 
 This module has what the parts share: how to time, how to say what was measured where.
 """

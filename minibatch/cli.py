@@ -16,13 +16,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from minibatch import (
     __version__,
     bench,
     bench_planning,
+    bench_scale,
     bench_simulation,
     bench_swap,
     cli_simulation,
@@ -266,6 +268,10 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     group = command.add_argument_group("swap")
     option(group, "--longest", 1024, "longest context, in tokens", int)
     option(group, "--repeats", 7, "how often each length is measured", int)
+    group = command.add_argument_group("scale")
+    option(
+        group, "--azure", None, "a CSV file of the Azure LLM inference trace 2023, in place of requests like it", Path
+    )
     group = command.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -279,12 +285,16 @@ def _bench(options: argparse.Namespace) -> int:
     found = {name: measure(options) for name, (measure, _, _) in wanted.items()}
     facts = bench.where(load)
     if options.json:
-        print(json.dumps({**facts, **{name: asdict(numbers) for name, numbers in found.items()}}, indent=2))
+        print(json.dumps({**facts, **{name: _plain(numbers) for name, numbers in found.items()}}, indent=2))
     else:
         print(bench.describe_where(facts))
         for name, (_, describe, _) in wanted.items():
             print(f"\n{describe(found[name])}")
     return 0
+
+
+def _plain(numbers: Any) -> Any:
+    return asdict(numbers) if is_dataclass(numbers) else [asdict(each) for each in numbers]
 
 
 def _bench_planning(options: argparse.Namespace) -> bench_planning.Planning:
@@ -300,6 +310,13 @@ def _bench_swap(options: argparse.Namespace) -> bench_swap.Swapping:
 def _bench_simulation(options: argparse.Namespace) -> bench_simulation.Fidelity:
     model = load_model(options.model, options.dtype, options.device)
     return bench_simulation.run(model, progress=not options.quiet)
+
+
+def _bench_scale(options: argparse.Namespace) -> list[bench_scale.Size]:
+    scenario = bench_scale.LIKE_AZURE
+    if options.azure is not None:
+        scenario = replace(scenario, workload=f"azure:{options.azure}", num_requests=None, arrivals=None)
+    return bench_scale.run(scenario)
 
 
 # name -> what measures, what puts it into words, and what it is
@@ -318,5 +335,10 @@ BENCHES: dict[str, tuple[Callable, Callable, str]] = {
         _bench_simulation,
         bench_simulation.describe,
         "how far simulated runs are from measured ones, with a cost model calibrated here (three minutes)",
+    ),
+    "scale": (
+        _bench_scale,
+        bench_scale.describe,
+        "what it costs to simulate 19,366 requests, and a half and a quarter of them (half a minute)",
     ),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import partial
 from numbers import Integral
 from operator import attrgetter
 from typing import Any
@@ -23,6 +24,8 @@ from minibatch.policies.base import check_policy
 from minibatch.policies.preemption import Never, PreemptionPolicy
 from minibatch.policies.queueing import Order
 from minibatch.request import NeverFits, RequestState
+
+_chunk = partial(tuple.__new__, Chunk)  # Chunk(...) in half the time: there is one for every token generated
 
 
 class PlanDraft:
@@ -66,7 +69,7 @@ class PlanDraft:
             if size and request not in self.preempted:
                 stop = start + size
                 if stop <= request.room or self._make_room(request, stop):
-                    self.chunks[request] = Chunk(request, start, stop)
+                    self.chunks[request] = _chunk((request, start, stop))
                     self.budget -= size
 
     def admit(self, queue: Order, now: float) -> None:

@@ -69,16 +69,14 @@ class SimulatedModel:
         requests = [request for request, _, stop in plan.chunks if stop == request.num_tokens]
         if any([request.siblings for request in requests]):  # noqa: C419 (quicker)
             requests = [answer for request in requests for answer in (request, *request.siblings)]
-        return dict(zip(requests, _samples(map(_next, requests)), strict=True))
+        tokens = [
+            END if len(request.generated) + 1 == request.request.output_length
+            else (request.generated or request.prompt)[-1] + 1
+            for request in requests
+        ]  # fmt: skip
+        return dict(zip(requests, _samples(tokens), strict=True))
 
 
 def _samples(tokens: Iterable[int]) -> Iterator[Sample]:
     """``map(Sample, tokens)``, in half the time: there are millions of them."""
     return map(tuple.__new__, repeat(Sample), zip(tokens, repeat(None), repeat(None), strict=False))
-
-
-def _next(request: RequestState) -> int:
-    generated = request.generated
-    if len(generated) + 1 == request.request.output_length:
-        return END
-    return (generated or request.prompt)[-1] + 1
