@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from minibatch import bench, bench_simulation, plots, run_table, studies, sweep
+from minibatch.checks import check_int
 from minibatch.cli_options import check_writable, option
 from minibatch.configurations import CONFIGURATIONS, PHASE_ORDERS
 from minibatch.gpus import GPUS
@@ -45,7 +46,6 @@ OPTIONS: dict[str, dict[str, tuple[type, str]]] = {
         "prompts": (str, f"lengths: {FORMS}"),
         "outputs": (str, "the same of answers"),
         "max_tokens": (int, "what schedulers see of the length of an answer (default: exactly that)"),
-        "seed": (int, "of everything that is drawn"),
     },
     "memory": {
         "kv_tokens": (int, "KV cache in tokens (default: what the memory has room for)"),
@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, tuple[type, str]]] = {
     "scheduling": {
         "max_num_seqs": (int, "most active requests"),
         "token_budget": (int, "tokens an iteration, of chunked"),
+        "max_num_batched_tokens": (int, "the same of continuous and paged (default: the context, at least 2048)"),
         "phase_order": (str, f"of continuous and paged: {', '.join(PHASE_ORDERS)}"),
         "order": (str, f"who is next: {', '.join(ORDERS)}, or mymodule:MyOrder"),
         "admission": (str, f"does it fit: {', '.join(ADMISSIONS)}"),
@@ -109,12 +110,13 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     command = _add_command(commands, "simulate", _simulate, text)
     _add_scenario(command, list(CONFIGURATIONS))
     group = command.add_argument_group("output")
+    option(group, "--seed", 0, "of everything that is drawn", int)
     option(group, "--out", None, "directory for traces and pictures (default: none are written)", Path)
     group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    base = Scenario(**_values(options), prefix_cache=options.prefix_cache)
+    base = Scenario(**_values(options), prefix_cache=options.prefix_cache, seed=options.seed)
     if options.out is not None:
         check_writable(options.out)
     workload = base.load()
@@ -143,6 +145,8 @@ def _describe(base: Scenario, traces: dict[str, Trace]) -> str:
         lines += run_table.wrap(f"{name:<12}", f"{trace.meta['scheduler']} on {trace.meta['kv_cache']}")
     lines += ["", run_table.render(traces, "simulated")]
     for name, trace in traces.items():
+        if number := sum(timeline.finish_reason == "length" for timeline in trace.timelines):
+            lines += ["", f"{name}: {counted(number, 'answer')} cut by max_tokens or by the context"]
         refused = [timeline for timeline in trace.timelines if timeline.finish_reason == "rejected"]
         if refused:
             lines += [
@@ -184,9 +188,11 @@ def _add_sweep(commands: argparse._SubParsersAction) -> None:
     group = command.add_argument_group("capacity")
     option(group, "--slo", None, "bounds such as tbt_p99=0.1 queueing_delay_p50=2, in seconds", str, nargs="+")
     option(group, "--between", [0.1, 100.0], "lowest and highest rate to look at", float, nargs=2)
+    option(group, "--seconds", 120.0, "for how long requests arrive", float)
     option(group, "--tolerance", 0.05, "how close the two rates have to be that it lies between", float)
     group = command.add_argument_group("running")
-    option(group, "--seeds", 3, "runs of each, with the seeds from --seed on", int)
+    option(group, "--seed", 0, "the first seed, of everything that is drawn", int)
+    option(group, "--seeds", 3, "runs of each, with the seeds from --seed on; recorded workloads run once", int)
     option(group, "--jobs", None, "processes (default: one a core)", int)
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     group = command.add_argument_group("output")
@@ -195,19 +201,31 @@ def _add_sweep(commands: argparse._SubParsersAction) -> None:
 
 def _sweep(options: argparse.Namespace) -> int:
     given = {name: values for name, values in _values(options).items() if values is not None}
-    base = Scenario(**{name: values[0] for name, values in given.items()}, prefix_cache=options.prefix_cache)
+    first = {name: values[0] for name, values in given.items()}
+    base = Scenario(**first, prefix_cache=options.prefix_cache, seed=options.seed)
     scenarios = sweep.grid(base, **given, scheduler=options.scheduler)
     check_writable(options.out.parent)
+    if options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a directory: give the name of a file")
+    if options.jobs is not None:
+        check_int("--jobs", options.jobs, 1)
     running = {"seeds": options.seeds, "jobs": options.jobs, "progress": not options.quiet}
-    if options.slo:
-        slo = dict(_bound(text) for text in options.slo)
-        rows = sweep.capacity(scenarios, slo, *options.between, tolerance=options.tolerance, **running)
-    else:
-        rows = sweep.sweep(scenarios, **running)
+    rows = _capacities(scenarios, options, running) if options.slo else sweep.sweep(scenarios, **running)
     rows.to_csv(options.out, index=False)
-    print(_table(sweep.summarise(rows)))
+    print(_table(rows))
     print(f"\nsimulated; {counted(len(rows), 'run')} written to {options.out}")
     return 0
+
+
+def _capacities(scenarios: list[Scenario], options: argparse.Namespace, running: dict[str, Any]) -> pd.DataFrame:
+    bounds = [_bound(text) for text in options.slo]
+    if len(dict(bounds)) < len(bounds):
+        raise ValueError(f"--slo {' '.join(options.slo)}: two bounds for one number")
+    if options.rate is not None or options.num_requests is not None:
+        raise ValueError("with --slo the rate is looked for, and how many requests come follows from --seconds")
+    return sweep.capacity(
+        scenarios, dict(bounds), *options.between, seconds=options.seconds, tolerance=options.tolerance, **running
+    )
 
 
 def _bound(text: str) -> tuple[str, float]:
@@ -218,13 +236,27 @@ def _bound(text: str) -> tuple[str, float]:
         raise ValueError(f"--slo {text!r}: give a number of a run and its bound, such as tbt_p99=0.1") from None
 
 
-def _table(table: pd.DataFrame) -> str:
-    """What differs between the rows, and the most important numbers with their confidence intervals."""
+def _table(rows: pd.DataFrame) -> str:
+    """What differs between the scenarios, and the most important numbers with their confidence intervals."""
+    table = sweep.summarise(rows)
     shown = table[sweep.varied(table)].copy()
-    for name in ("capacity", *SHOWN):
+    if "capacity" in rows:
+        names = [name for name in sweep.FIELDS if name != "seed"]
+        shown["capacity"] = [_capacity(group) for _, group in rows.groupby(names, sort=False, dropna=False)]
+    for name in (*SHOWN, *(name for name in ("rejected", "cut") if name in table and table[name].any())):
         if name in table:
             shown[name] = [_with_interval(*pair) for pair in zip(table[name], table[f"{name}_ci"], strict=True)]
     return shown.to_string(index=False)
+
+
+def _capacity(rows: pd.DataFrame) -> str:
+    """Mean and interval over the seeds; only their range, if one lies outside of what was looked at."""
+    found, below = rows["capacity"], rows["capacity_below"]
+    if (found > 0).all() and (below < math.inf).all():
+        return _with_interval(*sweep.mean_and_half_width(found.to_numpy()))
+    lowest = f"below {below.min():.4g}" if (found == 0).any() else f"{found.min():.4g}"
+    highest = f"above {found.max():.4g}" if (below == math.inf).any() else f"{found.max():.4g}"
+    return lowest if (found == 0).all() else highest if (below == math.inf).all() else f"{lowest} to {highest}"
 
 
 def _with_interval(mean: float, half_width: float) -> str:

@@ -67,4 +67,7 @@ class VirtualClock:
     def advance(self, plan: Plan) -> None:
         seconds = self._duration(plan)
         check_float("the duration of an iteration", seconds, 0.0, math.inf)
-        self._now += seconds
+        after = self._now + seconds
+        if after == math.inf or (seconds and after == self._now):
+            raise ValueError(f"the clock stands at {self._now:g} s and cannot count {seconds:g} s more")
+        self._now = after

@@ -41,6 +41,8 @@ class Knobs:
     ``block_size``   tokens a block, of paged and chunked
     ``max_num_seqs`` most active requests, where memory does not set the limit first
     ``token_budget`` tokens an iteration, of chunked
+    ``max_num_batched_tokens``  the same of continuous and paged, which do not cut prompts; None: what the longest
+                     request needs
     ``phase_order``  how continuous and paged treat the decodes while there are prompts: ``mixed`` or ``prefill-first``
     ``order``        who is next, of all four; ``admission``: does it fit, ``preemption``: who gives way, of all but
                      static. Names from ``policies/``, or dotted ones (see :func:`minibatch.policies.make`)
@@ -50,6 +52,7 @@ class Knobs:
     block_size: int = 16
     max_num_seqs: int = 256
     token_budget: int = 512
+    max_num_batched_tokens: int | None = None
     phase_order: str = "mixed"
     order: str = "fcfs"
     admission: str = "watermark"
@@ -60,6 +63,8 @@ class Knobs:
         """Raises ValueError for a number that makes no sense, or a policy that does not exist."""
         for name in ("block_size", "max_num_seqs", "token_budget"):
             check_int(name, getattr(self, name), 1)
+        if self.max_num_batched_tokens is not None:
+            check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.phase_order not in PHASE_ORDERS:
             raise ValueError(f"phase_order must be one of {', '.join(PHASE_ORDERS)}, got {self.phase_order!r}")
         for kind in POLICIES:
@@ -88,8 +93,11 @@ class Knobs:
         A new cache at every call: one belongs to one engine. Raises NeverFits if not one slot fits.
         """
         decisions = {"admission": self.make("admission"), "preemption": self.make("preemption")}
-        whole = ContinuousBatching(self.max_num_seqs, max(1024, slot_size), self.phase_order, **decisions)
+        most = self.max_num_batched_tokens or max(1024, slot_size)
+        whole = ContinuousBatching(self.max_num_seqs, most, self.phase_order, **decisions)
         if name in ("paged", "chunked"):
+            if kv_tokens < self.block_size:
+                raise NeverFits(f"a block takes {self.block_size} tokens, the KV cache has {kv_tokens}")
             paged = PrefixCachedKVCache if self.prefix_cache else PagedKVCache
             cut = ChunkedPrefill(self.token_budget, self.max_num_seqs, **decisions)
             return whole if name == "paged" else cut, paged(kv_tokens // self.block_size, self.block_size)

@@ -11,7 +11,9 @@ reads its own K/V, which no batch shares; that is why batching stops paying. So
     overhead       scheduling, launching, sampling: so much an iteration, and so much a position that is sampled from
 
 where "against" is a smooth maximum (see :mod:`minibatch.gpus`). What a roofline leaves out is left out here: that the
-efficiency of a kernel depends on the shape of its work. Communication and swaps overlap with nothing.
+efficiency of a kernel depends on the shape of its work. Communication and swaps overlap with nothing. Attention is one
+term: in an iteration that mixes them, the arithmetic of a prompt hides the reading of the decodes, which needs a kernel
+made for it (a few percent in favour of mixed and chunked).
 """
 
 from __future__ import annotations
@@ -186,6 +188,7 @@ class CostModel:
         # All-reduces: after attention and after the MLP. In a ring each GPU sends 2 (n - 1) / n of the message. Links
         # are taken to reach the same share of their peak as memory does.
         reduces = 2 * model.num_layers if parallel > 1 else 0
+        link = gpu.link if parallel <= gpu.linked else gpu.host_link
         message = 2 * (parallel - 1) / parallel * model.hidden_size * size
         return _Rates(
             linear_read=layers * size / bandwidth,
@@ -195,7 +198,7 @@ class CostModel:
             kv_token=self.kv_bytes_per_token / bandwidth,
             pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
             reduce_latency=reduces * REDUCE_LATENCY,
-            reduce_token=reduces * message / (gpu.link * self.efficiency.bandwidth),
+            reduce_token=reduces * message / (link * self.efficiency.bandwidth),
             swap_token=self.kv_bytes_per_token / (gpu.host_link * self.efficiency.bandwidth * parallel),
         )
 
@@ -224,6 +227,8 @@ class CostModel:
         Raises ValueError if not one does.
         """
         check_float("share", share, 0.0, 1.0, above=True)
+        if not self.gpu.memory:
+            raise ValueError(f"{self.name}: how much memory there is, is not known; give the KV cache in tokens")
         memory = share * self.gpu.memory * self.tensor_parallel
         tokens = math.floor((memory - self.weight_bytes) / self.kv_bytes_per_token)
         if tokens < 1:

@@ -21,7 +21,7 @@ from minibatch.arrivals import Arrivals
 from minibatch.checks import check_int
 from minibatch.clock import Clock
 from minibatch.door import Door
-from minibatch.iteration import Iteration
+from minibatch.iteration import Iteration, kinds_of
 from minibatch.kv_cache import KVCache
 from minibatch.lifecycle import Lifecycle
 from minibatch.models import Model
@@ -290,7 +290,7 @@ class Engine:
         outcomes = computed if self.model.simulated else next_tokens(plan, computed)
         self.clock.advance(plan)
         end = self.clock.now()
-        kinds = [chunk.kinds for chunk in plan.chunks]  # before the commit, which forgets what was computed before
+        kinds = kinds_of(plan.chunks)  # before the commit, which forgets what was computed before
         life.commit(plan.chunks, index, start)
         if life.groups:
             for chunk in plan.chunks:

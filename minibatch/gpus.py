@@ -49,6 +49,7 @@ class GPU:
     ``memory``     bytes that a program finds; 0 if unknown
     ``link``       to another GPU, one direction, bytes/s
     ``host_link``  to host memory, one direction, bytes/s
+    ``linked``     how many GPUs the link joins; more of them meet over ``host_link``
     """
 
     name: str
@@ -58,6 +59,7 @@ class GPU:
     link: float
     host_link: float
     efficiency: Efficiency = Efficiency()
+    linked: int = 8
 
     def __post_init__(self) -> None:
         for rate in ("flops", "bandwidth", "link", "host_link"):
@@ -93,8 +95,8 @@ GPUS = {
     "h100": GPU("H100-80GB", 989e12, 3350e9, 80 * GIB, 450e9, 64e9, HOPPER),
     # the H100's chip with other memory, of which 141 "GB" are 140 GiB
     "h200": GPU("H200-141GB", 989e12, 4800e9, 140 * GIB, 450e9, 64e9, HOPPER),
-    # the link is an NVLink bridge, which joins two; more of them meet over PCIe
-    "a40": GPU("A40", 149.7e12, 696e9, 45 * GIB, 56.25e9, 32e9, GDDR),
+    # the link is an NVLink bridge, which joins two
+    "a40": GPU("A40", 149.7e12, 696e9, 45 * GIB, 56.25e9, 32e9, GDDR, linked=2),
     # 125e12, often read, is the A10's; the A10G, made for AWS, has fewer tensor operations a clock. No NVLink, as on
     # the next two: GPUs meet over PCIe
     "a10g": GPU("A10G", 70e12, 600e9, 22.5 * GIB, 32e9, 32e9, GDDR),

@@ -5,14 +5,27 @@ Both say the same: the numbers of a report are the counts of the same iteration 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from minibatch.kv_cache import KVSnapshot
 from minibatch.lifecycle import Changes
-from minibatch.plan import Plan
+from minibatch.plan import Chunk, Plan
 from minibatch.request import RequestState
 from minibatch.sampling import Sample, SamplingError
 from minibatch.trace import Member, PadRow, StepCounts, StepReport
+
+Kinds = tuple[int, int, int]  # of a chunk's tokens: prefill, decode, recomputed
+
+
+def kinds_of(chunks: Sequence[Chunk]) -> list[Kinds]:
+    """``chunk.kinds`` of each; of a decode, which nearly all are, it is known at once."""
+    return [
+        (0, chunk[2] - chunk[1], 0)
+        if chunk[1] >= (request := chunk[0]).high_water and chunk[1] >= request.num_prompt
+        else chunk.kinds
+        for chunk in chunks
+    ]
 
 
 class Iteration(NamedTuple):
@@ -23,7 +36,7 @@ class Iteration(NamedTuple):
     start: float
     end: float
     plan: Plan
-    kinds: list[tuple[int, int, int]]
+    kinds: list[Kinds]
     outcomes: dict[RequestState, Sample | SamplingError]
     changes: Changes
     num_waiting: int

@@ -143,8 +143,8 @@ class KVCache(ABC):
     def adopt(self, request: RequestState, num_tokens: int) -> None:  # noqa: B027 (most caches find nothing)
         """Gives the request the units that ``match`` found for its first ``num_tokens`` tokens."""
 
-    def publish(self, request: RequestState) -> None:  # noqa: B027 (and remember nothing)
-        """More of the request's tokens have been computed: others may find them from now on."""
+    def publish(self, requests: Iterable[RequestState]) -> None:  # noqa: B027 (and remember nothing)
+        """More of their tokens have been computed: others may find them from now on."""
 
     def fork(self, parent: RequestState, child: RequestState) -> RowCopy | None:
         """Lets ``child`` share all that ``parent`` has computed. Returns what has to be copied at once, if anything."""

@@ -132,15 +132,14 @@ class Lifecycle:
 
     def commit(self, chunks: Iterable[Chunk], index: int, start: float) -> None:
         """Iteration ``index``, which began at ``start``, has computed the tokens of these chunks."""
-        publish = self.kv.publish
         for state, _, stop in chunks:
             state.num_computed = stop
             if stop > state.high_water:
                 state.high_water = stop
-            publish(state)
             if state.last_scheduled < 0:
                 state.timeline.scheduled = start
             state.last_scheduled = index
+        self.kv.publish(chunk.request for chunk in chunks)
 
     def fork(self, parent: RequestState, outcomes: dict[RequestState, Sample | SamplingError], now: float) -> None:
         """The prompt is computed: its other answers begin, each from its own first token."""

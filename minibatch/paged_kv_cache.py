@@ -219,7 +219,8 @@ class PagedDraft(KVDraft):
         return new + idle + (self._shared(request) is not None)
 
     def reserve(self, request: RequestState, num_tokens: int) -> bool:
-        held, blocks, index = self.held(request), self.kv.need(request, num_tokens), self._shared(request)
+        held, blocks = self.held(request), self.kv.need(request, num_tokens)
+        index = self._shared(request) if self.kv.pool.num_shares else None
         # One that holds blocks, none of them shared, needs only the missing ones; usually one, or none.
         need = max(blocks - held, 0) if held and index is None else self.need(request, num_tokens)
         if need > self.free:

@@ -41,8 +41,6 @@ class Chunk(NamedTuple):
         """Its tokens as (prefill, decode, recomputed): below the high-water mark of the request, they are computed
         again; of the others, those of the prompt are prefill."""
         request, start, stop = self
-        if start >= request.high_water and start >= request.num_prompt:  # nearly always
-            return 0, stop - start, 0
         recomputed = max(min(stop, request.high_water) - start, 0)
         fresh = start + recomputed
         prefill = max(min(stop, request.num_prompt) - fresh, 0)
@@ -170,6 +168,9 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
     active = Status.ACTIVE
     for request, start, stop in plan.chunks:
         computed = request.num_computed
+        usual = request.status is active and start == computed and start < stop <= request.num_tokens
+        if usual and stop <= request.room and not gone and live.get(request.request_id) is request:
+            continue
         if request in joined:
             computed += joined[request].cached
         elif request.status is not active or request in gone or live.get(request.request_id) is not request:
@@ -177,7 +178,7 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
         if not computed == start < stop <= request.num_tokens:
             have = f"{computed} of its {request.num_tokens} tokens are computed"
             fail(f"tokens {start}:{stop} of {request.label}, but {have}")
-        if stop > request.room and not draft.reserve(request, stop):
+        if not draft.reserve(request, stop):
             fail(f"tokens {start}:{stop} of {request.label}, but it {draft.shortage(request, stop)}")
     for request, num_tokens, _ in plan.padding:
         if num_tokens < 1:

@@ -17,7 +17,7 @@ are found points to them instead of computing them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from minibatch.kv_cache import RowCopy
@@ -142,7 +142,11 @@ class PrefixCachedKVCache(PagedKVCache):
         self._reserved[request] = num_tokens
         self._chains[request] = list(chain)
 
-    def publish(self, request: RequestState) -> None:
+    def publish(self, requests: Iterable[RequestState]) -> None:
+        for request in requests:
+            self._publish(request)
+
+    def _publish(self, request: RequestState) -> None:
         chain, table = self._chains.setdefault(request, []), self._tables[request]
         first, last = len(chain), request.num_computed // self.unit_size
         for index, tokens in enumerate(self._pieces(request, first, last), start=first):

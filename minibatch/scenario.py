@@ -7,9 +7,9 @@ simulates; :func:`numbers` puts the trace into one flat row.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from minibatch import accounting, metrics, workload_files
 from minibatch.arrival_processes import ArrivalProcess, parse_arrivals
@@ -40,7 +40,7 @@ class Scenario(Knobs):
     ``num_requests``        how many; of a file, the first so many (None: all; synthetic: 500)
     ``arrivals``            a process such as ``poisson:4`` or ``gamma:4,2.5``, or ``closed:N``, N clients of which each
                             sends its next request when it has its answer. None: those of the file; synthetic: poisson:4
-    ``rate``                mean arrival rate in requests/s, whatever the arrivals were
+    ``rate``                mean rate of the arrivals in requests/s, instead of their own
     ``prompts``, ``outputs``  distributions of lengths in tokens, of a synthetic workload
     ``max_tokens``          what schedulers see of the length of an answer; None: exactly that
     ``kv_tokens``           KV cache in tokens; None: what ``memory_share`` of the GPUs' memory has room for
@@ -57,7 +57,7 @@ class Scenario(Knobs):
     num_requests: int | None = None
     arrivals: str | None = None
     rate: float | None = None
-    prompts: str = "lognormal:500,1500,4000"
+    prompts: str = "lognormal:500,1500,3000"
     outputs: str = "lognormal:150,450,1000"
     max_tokens: int | None = None
     kv_tokens: int | None = None
@@ -69,10 +69,13 @@ class Scenario(Knobs):
     def __post_init__(self) -> None:
         """Raises ValueError for a name that does not exist or a number that makes no sense."""
         super().__post_init__()
-        known_gpus = [self.gpu] if self.is_calibrated else GPUS
-        for name, known in (("model", MODELS), ("gpu", known_gpus), ("scheduler", CONFIGURATIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.is_calibrated:
+            self._take_model_of_file()
+        known: dict[str, Collection[str]] = {"scheduler": CONFIGURATIONS}
+        known |= {} if self.is_calibrated else {"model": MODELS, "gpu": GPUS}
+        for name, names in known.items():
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
         for name in ("num_requests", "max_tokens", "kv_tokens", "slot_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
@@ -80,7 +83,17 @@ class Scenario(Knobs):
             check_float("rate", self.rate, 0.0, math.inf, above=True)
         check_int("seed", self.seed, 0)
         check_float("memory_share", self.memory_share, 0.0, 1.0, above=True)
-        _ = self.cost  # raises for what it cannot be made of
+        if self.kv_tokens is None:
+            self.cost.kv_tokens(self.memory_share)  # raises if the model does not fit
+
+    def _take_model_of_file(self) -> None:
+        """The file says all about model and machine; raises ValueError if something else does too."""
+        cost = self.cost
+        for name in ("model", "tensor_parallel", "overhead"):
+            mine, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if mine not in (default, cost.model.name):
+                raise ValueError(f"{name} {mine}: {self.gpu} says that already")
+        object.__setattr__(self, "model", cost.model.name)
 
     @property
     def is_calibrated(self) -> bool:
@@ -93,24 +106,45 @@ class Scenario(Knobs):
         return CostModel(MODELS[self.model], GPUS[self.gpu], self.tensor_parallel, overhead=self.overhead)
 
     def load(self) -> Workload:
-        """The workload. Raises ValueError or OSError if it cannot be had."""
+        """The workload. Raises ValueError or OSError if it cannot be had, or has no requests."""
+        found = self._load()
+        if not len(found):
+            raise ValueError(f"{self.workload}: no requests")
+        return found
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the workload depends on the seed."""
+        return self.workload.partition(":")[0] in ("synthetic", "lengths")
+
+    def _load(self) -> Workload:
         kind, _, path = self.workload.partition(":")
         if kind == "synthetic" and not path:
-            found = self._synthetic()
-        elif kind not in READERS or not path:
-            raise ValueError(
-                f"workload must be synthetic or {', '.join(f'{r}:PATH' for r in READERS)}, got {self.workload!r}"
-            )
-        elif kind == "lengths":
-            found = from_lengths(
-                _read(kind, path), self._process(), self.seed, self.num_requests, max_tokens=self.max_tokens
-            )
+            return self._synthetic()
+        if kind not in READERS or not path:
+            forms = ", ".join(f"{reader}:PATH" for reader in READERS)
+            raise ValueError(f"workload must be synthetic or {forms}, got {self.workload!r}")
+        if not Path(path).is_file():
+            raise ValueError(f"there is no file {path}")
+        self._check_unused(kind)
+        if kind == "lengths":
+            pairs = workload_files.read_lengths(path)
+            return from_lengths(pairs, self._process(), self.seed, self.num_requests, max_tokens=self.max_tokens)
+        if kind == "saved":
+            found = Workload.load(path)
         else:
-            found = _read(kind, path) if kind == "saved" else _read(kind, path, self.max_tokens)
-            if self.arrivals is not None:
-                raise ValueError(f"the arrivals of {self.workload} are in the file: change their rate instead")
-            found = found if self.num_requests is None else found.head(self.num_requests)
+            read = workload_files.read_azure if kind == "azure" else workload_files.read_mooncake
+            found = read(path, self.max_tokens)
+        found = found if self.num_requests is None else found.head(self.num_requests)
         return found if self.rate is None else found.at_rate(self.rate)
+
+    def _check_unused(self, kind: str) -> None:
+        """Raises ValueError for what a file says already."""
+        unused = ["prompts", "outputs", *([] if kind == "lengths" else ["arrivals"])]
+        unused += ["max_tokens"] if kind == "saved" else []
+        for name in unused:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name} {getattr(self, name)}: these are in the file {self.workload}")
 
     def _synthetic(self) -> Workload:
         lengths, number = (parse_lengths(self.prompts), parse_lengths(self.outputs)), self.num_requests or 500
@@ -125,7 +159,8 @@ class Scenario(Knobs):
         return synthetic(number, self._process(), *lengths, seed=self.seed, max_tokens=self.max_tokens)
 
     def _process(self) -> ArrivalProcess:
-        return parse_arrivals(self.arrivals or "poisson:4")
+        process = parse_arrivals(self.arrivals or "poisson:4")
+        return process if self.rate is None else process.at_rate(self.rate)
 
     def run(self, workload: Workload | None = None, record_steps: bool = False) -> Trace:
         """Simulates it; ``workload`` if it is loaded already.
@@ -135,7 +170,9 @@ class Scenario(Knobs):
         workload = workload or self.load()
         cost, kv_tokens = self.cost, self.kv_tokens or self.cost.kv_tokens(self.memory_share)
         slot_size = self.slot_size or longest(workload, cost.max_model_len)
-        scheduler, kv_cache = self.configuration(self.scheduler, kv_tokens, slot_size)
+        batched = self.max_num_batched_tokens or max(cost.max_model_len or slot_size, 2048)  # whatever was drawn
+        knobs = replace(self, max_num_batched_tokens=batched)
+        scheduler, kv_cache = knobs.configuration(self.scheduler, kv_tokens, slot_size)
         return simulate(
             workload,
             scheduler,
@@ -147,18 +184,6 @@ class Scenario(Knobs):
         )
 
 
-def _read(kind: str, path: str, *max_tokens: int | None) -> Any:
-    if not Path(path).is_file():
-        raise ValueError(f"there is no file {path}")
-    read = {
-        "azure": workload_files.read_azure,
-        "mooncake": workload_files.read_mooncake,
-        "lengths": workload_files.read_lengths,
-        "saved": Workload.load,
-    }
-    return read[kind](path, *max_tokens)
-
-
 def longest(workload: Workload, max_model_len: int | None) -> int:
     """Most tokens that a request of the workload may have cached, as far as the context allows."""
     sizes = [len(r.prompt) + (r.params.max_tokens or 0) - 1 for r in workload.every_request]
@@ -166,12 +191,16 @@ def longest(workload: Workload, max_model_len: int | None) -> int:
 
 
 def numbers(trace: Trace) -> dict[str, float]:
-    """One run in one row: what happened to the requests, where work and memory went."""
+    """One run in one row: what happened to the requests, where work and memory went.
+
+    ``cut``  answers that ended at ``max_tokens`` or at the context, and not where the workload says
+    """
     work, memory = accounting.work(trace), accounting.memory(trace)
     counts = metrics.steps_table(trace)
     busy = counts["duration"].sum()
     return {
         **metrics.summary(trace),
+        "cut": sum(timeline.finish_reason == "length" for timeline in trace.timelines),
         "mean_batch": metrics.ratio(float((counts["num_seqs"] * counts["duration"]).sum()), busy),
         "busy": metrics.ratio(busy, metrics.makespan(trace)),
         "useful_share": work.useful_share,

@@ -81,16 +81,42 @@ def test_sweep_writes_one_row_a_run_and_prints_intervals(capsys, tmp_path):
     assert pd.read_csv(path)["completed"].eq(12).all()
 
 
+SLO = ["sweep", *SMALL[2:], "--kv-tokens", "600", "--seeds", "1", "--jobs", "1", "--quiet"]
+
+
 def test_sweep_finds_the_highest_rate_that_meets_an_objective(capsys, tmp_path):
     path = tmp_path / "capacity.csv"
-    slo = ["--slo", "ttft_p99=1", "tbt_p99=0.1", "--between", "1", "500", "--tolerance", "0.2", "--kv-tokens", "600"]
-    code, out, _ = run(capsys, "sweep", *SMALL, *slo, "--seeds", "1", "--jobs", "1", "--quiet", "--out", str(path))
+    slo = ["--slo", "ttft_p99=1", "tbt_p99=0.1", "--between", "1", "100", "--tolerance", "0.3", "--seconds", "10"]
+    code, out, _ = run(capsys, *SLO, *slo, "--out", str(path))
     row = pd.read_csv(path).iloc[0]
-    assert code == 0 and "capacity" in out and 1 <= row["capacity"] < row["capacity_below"]
-    code, _, err = run(capsys, "sweep", *SMALL, "--slo", "speed=3", "--jobs", "1", "--quiet", "--out", str(path))
-    assert code == 2 and "no number speed" in err
-    code, _, err = run(capsys, "sweep", *SMALL, "--slo", "ttft_p99", "--jobs", "1", "--quiet", "--out", str(path))
-    assert code == 2 and "ttft_p99=" not in err.split("such as")[0] and "give a number of a run" in err
+    assert code == 0 and f"{row['capacity']:.4g}" in out and 1 <= row["capacity"] < row["capacity_below"]
+
+
+@pytest.mark.parametrize("bound, between, said", [("5", ("1", "4"), "above 4"), ("0.0001", ("3", "5"), "below 3")])
+def test_a_capacity_outside_of_what_was_looked_at_is_not_a_number(capsys, tmp_path, bound, between, said):
+    """Fault: the end of the range is printed as if it had been measured, with an interval of 0."""
+    arguments = ["--slo", f"tbt_p99={bound}", "--between", *between, "--seconds", "10"]
+    code, out, err = run(capsys, *SLO, *arguments, "--out", str(tmp_path / "capacity.csv"))
+    assert code == 0 and said in out and "±" not in out and "Warning" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--slo", "speed=3"], "no latency speed"),
+        (["--slo", "ttft_p99"], "give a number of a run and its bound"),
+        (["--slo", "ttft_p99=1", "ttft_p99=2"], "two bounds for one number"),
+        (["--slo", "ttft_p99=1", "--rate", "3"], "with --slo the rate is looked for"),
+        (["--slo", "ttft_p99=1", "--between", "5", "1"], "high must lie in"),
+        (["--seeds", "0"], "seeds must be an integer of at least 1"),
+        (["--jobs", "0"], "--jobs must be an integer of at least 1"),
+        (["--out", "."], "is a directory"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused_before_it_runs(capsys, tmp_path, arguments, message):
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "sweep.csv")]
+    code, said, err = run(capsys, *SLO, *arguments, *out)
+    assert code == 2 and said == "" and message in err and err.count("\n") == 1
 
 
 def test_reproduce_refuses_what_it_does_not_know(capsys):

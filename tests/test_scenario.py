@@ -15,7 +15,8 @@ from minibatch.gpus import GPUS
 from minibatch.model_shapes import MODELS
 from minibatch.request import NeverFits
 from minibatch.scenario import Scenario, numbers
-from minibatch.sweep import capacity, grid, mean_and_half_width, meets, summarise, sweep, varied
+from minibatch.sweep import capacity, grid, mean_and_half_width, seeded, summarise, sustains, sweep, varied
+from minibatch.trace import Timeline, Trace
 
 SMALL = Scenario(num_requests=30, prompts="uniform:20,200", outputs="geometric:30,200", arrivals="poisson:20")
 
@@ -37,11 +38,12 @@ def test_a_full_trace_has_the_numbers_of_a_light_one():
 
 
 def test_the_rate_scales_arrivals_and_leaves_the_lengths():
-    """Fault: a rate sweep that also draws other requests."""
+    """Fault: a rate sweep that also draws other requests; a rate that is forced on every seed's few arrivals."""
     slow, fast = SMALL.load(), replace(SMALL, rate=40.0).load()
-    assert fast.rate == pytest.approx(40.0) and fast.output_lengths == slow.output_lengths
+    assert fast == replace(SMALL, arrivals="poisson:40").load()
+    assert fast.output_lengths == slow.output_lengths
     times = [[r.arrival_time for r in workload.requests] for workload in (slow, fast)]
-    assert np.allclose(np.array(times[0]) * slow.rate / 40.0, times[1])
+    assert np.allclose(np.array(times[0]) / 2, times[1])
 
 
 def test_a_closed_loop_never_has_more_than_its_clients_in_flight():
@@ -180,16 +182,108 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
     assert math.isnan(mean_and_half_width(np.array([1.0]))[1])
 
 
-def test_capacity_is_between_two_rates_that_pass_and_fail():
-    """Fault: a search that ends at a rate it has not tried, or takes refused requests for good ones."""
+TIGHT = replace(SMALL, kv_tokens=1000, num_requests=None)
+
+
+def test_capacity_is_between_two_rates_of_which_one_is_sustained():
+    """Fault: a search that ends at a rate it has not tried, or with other requests than the runs that it stands for."""
     slo = {"ttft_p99": 0.5}
-    tight = replace(SMALL, num_requests=60, kv_tokens=1000)
-    found = capacity([tight], slo, 1.0, 2000.0, tolerance=0.1, jobs=1, progress=False)
+    found = capacity([TIGHT], slo, 1.0, 500.0, seconds=20.0, tolerance=0.1, jobs=1, progress=False)
     below, above = found["capacity"].item(), found["capacity_below"].item()
     assert below < above <= 1.1 * below
     for rate, good in ((below, True), (above, False)):
-        assert meets(numbers(replace(tight, rate=rate).run()), slo) is good
-    with pytest.raises(ValueError, match="no number speed: there are iterations"):
-        meets(numbers(SMALL.run()), {"speed": 1.0})
-    refusing = numbers(replace(SMALL, kv_tokens=100).run())
-    assert refusing["rejected"] > 0 and not meets(refusing, {"ttft_p99": math.inf})
+        assert sustains(replace(TIGHT, rate=rate, num_requests=math.ceil(20 * rate)).run(), slo) is good
+
+
+def test_capacity_does_not_grow_because_a_run_is_short():
+    """Fault: a queue that has only begun to grow when the last request comes is taken for a load that is sustained."""
+    slo = {"queueing_delay_p50": 2.0}
+    found = [
+        capacity([TIGHT], slo, 1.0, 100.0, seconds=seconds, jobs=1, progress=False)["capacity"].item()
+        for seconds in (20.0, 60.0)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=0.3)
+
+
+def test_a_queue_that_grows_is_not_sustained():
+    """Fault: only the whole run is looked at, of which the first half was good."""
+
+    def timelines(delays):
+        return [
+            Timeline(f"r{i}", "x", 0, 1, 1, float(i), i + delay, [i + delay], finish=i + delay, finish_reason="stop")
+            for i, delay in enumerate(delays)
+        ]
+
+    slo = {"queueing_delay_p50": 2.0}
+    assert sustains(Trace({}, timelines=timelines([1, 1, 1, 1])), slo)
+    assert not sustains(Trace({}, timelines=timelines([0, 1, 3, 9])), slo)  # P50 of all: 2
+    assert sustains(Trace({}, timelines=timelines([1, 1])), {"tbt_p99": 0.1})  # one token: there is no gap
+
+
+@pytest.mark.parametrize(
+    "slo, message",
+    [
+        ({"speed": 1.0}, "no latency speed: there are queueing_delay_mean"),
+        ({"throughput": 100.0}, "no latency throughput"),
+        ({"ttft_p99": math.nan}, "ttft_p99 must lie in"),
+        ({"ttft_p99": -1.0}, "ttft_p99 must lie in"),
+    ],
+)
+def test_a_bound_that_is_none_is_refused(slo, message):
+    with pytest.raises(ValueError, match=message):
+        capacity([TIGHT], slo, 1.0, 2.0, jobs=1, progress=False)
+
+
+def test_a_workload_of_which_some_is_refused_has_no_capacity():
+    """Fault: capacity 0, as if the load had been too high."""
+    with pytest.raises(ValueError, match="requests are refused at any rate, the first: NeverFits"):
+        capacity([replace(TIGHT, kv_tokens=100)], {"ttft_p99": 1.0}, 1.0, 2.0, jobs=1, progress=False)
+
+
+# ---------------------------------------------------------------- what is run once
+
+
+def test_no_run_counts_twice(tmp_path):
+    """Fault: an interval over runs that are the same, which is too narrow, or none at all for a recorded workload."""
+    assert len(grid(SMALL, rate=[4.0, 4.0])) == 1
+    assert [s.seed for s in seeded([SMALL, replace(SMALL, seed=1)], 3)] == [0, 1, 2, 3]
+    path = tmp_path / "saved.jsonl"
+    SMALL.load().save(path)
+    assert len(seeded([Scenario(workload=f"saved:{path}")], 5)) == 1
+
+
+def test_what_a_file_says_cannot_be_said_again(tmp_path):
+    """Fault: options that are accepted and not read."""
+    path = tmp_path / "saved.jsonl"
+    SMALL.load().save(path)
+    for change in ({"prompts": "fixed:3"}, {"outputs": "fixed:3"}, {"max_tokens": 5}, {"arrivals": "poisson:3"}):
+        with pytest.raises(ValueError, match="these are in the file"):
+            replace(Scenario(workload=f"saved:{path}"), **change).load()
+    cost = CostModel(MODELS["qwen3-0.6b"], GPUS["l4"])
+    cost.save(tmp_path / "here.json")
+    here = Scenario(gpu=str(tmp_path / "here.json"))
+    assert here.model == "Qwen3-0.6B" and here.cost == cost and replace(here, seed=1).cost == cost
+    for change in ({"model": "llama-3-8b"}, {"tensor_parallel": 2}, {"overhead": 0.5}):
+        with pytest.raises(ValueError, match=r"here\.json says that already"):
+            Scenario(gpu=str(tmp_path / "here.json"), **change)
+
+
+def test_how_many_tokens_an_iteration_may_have_does_not_depend_on_what_was_drawn():
+    """Fault: one long request more changes the scheduler of all others."""
+    paged = replace(SMALL, scheduler="paged")
+    for change in ({}, {"outputs": "fixed:900"}, {"slot_size": 300}):
+        assert "max_num_batched_tokens=4096" in replace(paged, **change).run().meta["scheduler"]
+    assert "max_num_batched_tokens=700" in replace(paged, max_num_batched_tokens=700).run().meta["scheduler"]
+
+
+def test_answers_that_the_context_cuts_are_counted():
+    """Fault: an answer that ends early for want of context looks like one that was that short."""
+    cut = numbers(replace(SMALL, model="opt-13b", prompts="fixed:2000", outputs="fixed:100", num_requests=3).run())
+    assert cut["cut"] == 3 and cut["generated_tokens"] == 3 * 48 and numbers(SMALL.run())["cut"] == 0
+
+
+def test_a_workload_without_requests_is_refused(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="no requests"):
+        Scenario(workload=f"mooncake:{path}").load()
