@@ -16,15 +16,13 @@ from itertools import pairwise
 from minibatch import bench
 from minibatch.scenario import Scenario, numbers
 
-LIKE_AZURE = Scenario(
-    model="llama-3-70b",
-    gpu="a100-80",
-    tensor_parallel=4,
+HARDWARE = Scenario(model="llama-3-70b", gpu="a100-80", tensor_parallel=4, token_budget=2048)
+LIKE_AZURE = replace(
+    HARDWARE,
     num_requests=19_366,
     arrivals="poisson:5.5",
     prompts="lognormal:1020,2735,8000",
     outputs="lognormal:129,424,1000",
-    token_budget=2048,
 )
 
 

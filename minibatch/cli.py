@@ -315,7 +315,7 @@ def _bench_simulation(options: argparse.Namespace) -> bench_simulation.Fidelity:
 def _bench_scale(options: argparse.Namespace) -> list[bench_scale.Size]:
     scenario = bench_scale.LIKE_AZURE
     if options.azure is not None:
-        scenario = replace(scenario, workload=f"azure:{options.azure}", num_requests=None, arrivals=None)
+        scenario = replace(bench_scale.HARDWARE, workload=f"azure:{options.azure}")
     return bench_scale.run(scenario)
 
 
