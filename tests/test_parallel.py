@@ -52,6 +52,7 @@ def test_a_parallel_config_around_it_decides():
     assert {process for _, process in results} == {os.getpid()}
 
 
+@pytest.mark.slow
 def test_a_sweep_on_a_dask_cluster_is_the_sweep_on_this_machine():
     """The recipe of README, on a local cluster."""
     from dask.distributed import Client, LocalCluster

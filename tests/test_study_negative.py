@@ -137,6 +137,7 @@ def test_verdicts_can_fail():
     assert not negative.only_by_padding(table + 0.01) and not negative.only_by_padding(table.clip(upper=1.0))
 
 
+@pytest.mark.slow
 def test_the_study_is_complete():
     """Fault: a part is missing, or the text of a study does not come out."""
     found = study()

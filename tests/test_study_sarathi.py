@@ -113,6 +113,7 @@ def test_a_run_repeats_itself_and_another_seed_is_another_run():
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+@pytest.mark.slow
 def test_the_study_runs():
     """Fault: a part of it is missing."""
     study = sarathi.run(quick=True, progress=False)

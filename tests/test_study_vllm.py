@@ -239,6 +239,7 @@ def test_the_interval_is_students():
     assert row["batch ±"] == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_study_runs():
     """Fault: a part of it is missing, or the table's shares do not add up to the memory."""
     study = vllm.run(quick=True, progress=False)
