@@ -159,7 +159,7 @@ def measure(case: Case, load: Load) -> list[Timing]:
                 raise RuntimeError(f"{case.name}: {scheduler!r} planned differently in the same state")
             wall.append(spent[0])
             cpu.append(spent[1])
-            check.append(timed(lambda p=plan, s=scheduler: check_plan(p, s, engine.kv, live))[1])
+            check.append(timed(lambda p=plan, s=scheduler: check_plan(p, s, engine.kv, live, engine.active))[1])
     return [_timing(case, *one) for one in zip(schedulers, first, seconds, strict=True)]
 
 

@@ -12,7 +12,7 @@ from minibatch.kv_cache import KVSnapshot
 from minibatch.lifecycle import Changes
 from minibatch.plan import Chunk, Plan
 from minibatch.request import RequestState
-from minibatch.sampling import Sample, SamplingError
+from minibatch.sampling import Outcome, token_of
 from minibatch.trace import Member, PadRow, StepCounts, StepReport
 
 Kinds = tuple[int, int, int]  # of a chunk's tokens: prefill, decode, recomputed
@@ -37,7 +37,7 @@ class Iteration(NamedTuple):
     end: float
     plan: Plan
     kinds: list[Kinds]
-    outcomes: dict[RequestState, Sample | SamplingError]
+    outcomes: dict[RequestState, Outcome]
     changes: Changes
     num_waiting: int
     token_budget: int | None
@@ -68,9 +68,7 @@ class Iteration(NamedTuple):
     def _members(self) -> list[Member]:
         members = []
         for (request, start, stop), kinds in zip(self.plan.chunks, self.kinds, strict=True):
-            outcome = self.outcomes.get(request)
-            emitted = outcome.token if isinstance(outcome, Sample) else None
-            members.append(Member(request.label, start, stop, *kinds, emitted))
+            members.append(Member(request.label, start, stop, *kinds, token_of(self.outcomes.get(request))))
         return members
 
     def counts(self) -> StepCounts:

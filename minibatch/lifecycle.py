@@ -22,7 +22,7 @@ from minibatch.models import Store
 from minibatch.plan import Admission, Chunk, Preemption
 from minibatch.policies.queueing import Order
 from minibatch.request import MOST_ANSWERS, Group, RequestState, Result, Status
-from minibatch.sampling import Sample, SamplingError
+from minibatch.sampling import Outcome, SamplingError, token_of
 from minibatch.trace import Admitted, Forked, Preempted
 
 
@@ -141,7 +141,7 @@ class Lifecycle:
             state.last_scheduled = index
         self.kv.publish(chunk.request for chunk in chunks)
 
-    def fork(self, parent: RequestState, outcomes: dict[RequestState, Sample | SamplingError], now: float) -> None:
+    def fork(self, parent: RequestState, outcomes: dict[RequestState, Outcome], now: float) -> None:
         """The prompt is computed: its other answers begin, each from its own first token."""
         for number, child in enumerate(parent.siblings, start=1):
             if (copy := self.kv.fork(parent, child)) is not None:
@@ -153,18 +153,19 @@ class Lifecycle:
             child.timeline.num_cached = child.num_cached
             child.status, child.timeline.scheduled = Status.ACTIVE, parent.timeline.scheduled
             child.timeline.runs.append([now, now])
-            token = outcomes[child].token if isinstance(outcomes[child], Sample) else None
-            self.changes.forked.append(Forked(child.label, parent.label, token))
+            self.changes.forked.append(Forked(child.label, parent.label, token_of(outcomes[child])))
         place = self.active.index(parent) + 1
         self.active[place:place], parent.siblings = parent.siblings, []
 
-    def emit(self, outcomes: dict[RequestState, Sample | SamplingError], now: float) -> None:
+    def emit(self, outcomes: dict[RequestState, Outcome], now: float) -> None:
         """Gives each request its next token, and ends those for whom it was the last."""
         for state, outcome in outcomes.items():
-            if isinstance(outcome, SamplingError):
-                self.finish(state, "abort", now, outcome)
-                continue
-            token, generated = outcome.token, state.generated
+            token, generated = outcome, state.generated
+            if type(outcome) is not int:  # a simulated model gives the token itself
+                if isinstance(outcome, SamplingError):
+                    self.finish(state, "abort", now, outcome)
+                    continue
+                token = outcome.token
             generated.append(token)
             state.num_tokens += 1
             state.timeline.token_times.append(now)

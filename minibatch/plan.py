@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from minibatch.kv_cache import KVCache
-from minibatch.request import RequestState, Status
+from minibatch.request import RequestState
 
 if TYPE_CHECKING:
     from minibatch.policies.queueing import Order
@@ -131,10 +131,16 @@ class PlanError(RuntimeError):
     """A scheduler or policy returned a plan that cannot be carried out. Raised before anything runs."""
 
 
-def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str, RequestState]) -> None:
+def check_plan(
+    plan: Plan,
+    scheduler: Scheduler,
+    kv: KVCache,
+    live: Mapping[str, RequestState],
+    active: Sequence[RequestState],
+) -> None:
     """Raises PlanError, naming the scheduler and the numbers, if the plan breaks a rule of this module.
 
-    ``live`` are the engine's requests that have not ended, by id.
+    ``live`` are the engine's requests that have not ended, by id; ``active`` those that hold memory.
     """
 
     def fail(what: str) -> None:
@@ -162,19 +168,21 @@ def check_plan(plan: Plan, scheduler: Scheduler, kv: KVCache, live: Mapping[str,
             fail(f"to admit {request.label} with {cached} cached tokens, but {draft.cached_tokens(request)} are cached")
         if not draft.reserve(request, reserve):
             fail(f"to admit {request.label}, but it {draft.shortage(request, reserve)}")
-    if len({chunk.request for chunk in plan.chunks}) < len(plan.chunks):
+    computing = {request for request, _, _ in plan.chunks}
+    if len(computing) < len(plan.chunks):
         (request, _), *_ = Counter(chunk.request for chunk in plan.chunks).most_common(1)
         fail(f"two chunks of {request.label}")
-    active = Status.ACTIVE
+    if strangers := (computing & gone) | (computing - joined.keys()).difference(active):
+        first = next(chunk.request for chunk in plan.chunks if chunk.request in strangers)
+        fail(f"a chunk of {first.label}, which is not active in this iteration")
     for request, start, stop in plan.chunks:
         computed = request.num_computed
-        usual = request.status is active and start == computed and start < stop <= request.num_tokens
-        if usual and stop <= request.room and not gone and live.get(request.request_id) is request:
+        if request.finish_reason:
+            fail(f"a chunk of {request.label}, which is not active in this iteration")
+        if start == computed and start < stop <= request.num_tokens and stop <= request.room:
             continue
         if request in joined:
             computed += joined[request].cached
-        elif request.status is not active or request in gone or live.get(request.request_id) is not request:
-            fail(f"a chunk of {request.label}, which is not active in this iteration")
         if not computed == start < stop <= request.num_tokens:
             have = f"{computed} of its {request.num_tokens} tokens are computed"
             fail(f"tokens {start}:{stop} of {request.label}, but {have}")

@@ -259,7 +259,7 @@ class IterationLevel:
 
     def leaving(self, active: Sequence[RequestState]) -> list[RequestState]:
         """Each one as soon as it has finished."""
-        return [request for request in active if request.is_finished]
+        return [request for request in active if request.finish_reason]
 
     def _may_be_recomputed(self, kv: KVCache) -> bool:
         """Whether a request may lose its K/V while it runs: to one that grows, or to one that outranks it."""

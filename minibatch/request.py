@@ -284,7 +284,7 @@ class RequestState:
     @property
     def is_decoding(self) -> bool:
         """Whether all that is pending is its newest generated token."""
-        return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
+        return self.num_tokens - self.num_computed == 1 and bool(self.generated)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """``tokens[start:stop]`` of the one list that a request is, without building the whole of it."""

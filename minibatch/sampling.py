@@ -53,6 +53,14 @@ class Sample(NamedTuple):
     top: dict[int, float] | None = None
 
 
+Outcome = Sample | SamplingError | int  # of a request that was to get a token; an int from a simulated model
+
+
+def token_of(outcome: Outcome | None) -> int | None:
+    """The token that a request was given, None if it was given none."""
+    return getattr(outcome, "token", outcome if isinstance(outcome, int) else None)
+
+
 def sample(logits: Any, requests: Sequence[RequestState]) -> list[Sample]:
     """The next token of each request; row i of ``logits`` ``[R, vocab]`` (numpy or torch) is that of ``requests[i]``.
 

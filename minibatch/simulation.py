@@ -28,9 +28,10 @@ def simulate(
     order: Order | None = None,
     max_model_len: int | None = None,
     record_steps: bool = False,
+    check_plans: bool = True,
     meta: dict[str, Any] | None = None,
 ) -> Trace:
-    """The trace of one run of the workload; light, unless ``record_steps``.
+    """The trace of one run of the workload; light, unless ``record_steps``. Options are those of the engine.
 
     ``duration``  seconds of an iteration: usually a :class:`~minibatch.cost_model.CostModel`
     """
@@ -41,6 +42,7 @@ def simulate(
         order=order,
         meta={**workload.meta, **(meta or {})},
         record_steps=record_steps,
+        check_plans=check_plans,
     )
     with _rare_collections():
         engine.run(workload.requests, on_finish=workload.next)
