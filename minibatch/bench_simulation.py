@@ -1,7 +1,7 @@
 """Is the simulation true? A cost model calibrated on this machine, and measured runs replayed with it.
 
 The four configurations run the workload of ``compare`` for real, twice, the second time with other arrivals. The cost
-model is fitted to the iterations of the first round. Of the second, which it has not seen, its iterations are predicted
+model is fitted to the iterations of the first runs. Of the second, which it has not seen, its iterations are predicted
 one by one, and then each run as a whole is simulated: the same requests, arrivals and answer lengths through the same
 scheduler and cache. Errors of iterations could cancel in a run, or add up; so both are reported.
 """
@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from minibatch import bench, calibration, metrics, reference, workload
 from minibatch.calibration import Errors
 from minibatch.compare import Setup
+from minibatch.configurations import CONFIGURATIONS
 from minibatch.cost_model import CostModel
 from minibatch.engine import Engine
 from minibatch.model_shapes import ModelShape
@@ -32,8 +33,8 @@ LOAD = Setup(num_requests=12, max_tokens=48)
 
 @dataclass(frozen=True)
 class Fidelity:
-    """``fitted``, ``held_out``  errors of iterations, of the first and the second round
-    ``measured``, ``simulated``  by configuration, seconds: the ``REPLAYED`` numbers of the second round
+    """``fitted``, ``held_out``  errors of iterations, of the first and the second runs
+    ``measured``, ``simulated``  by configuration, seconds: the ``REPLAYED`` numbers of the second runs
     """
 
     cost: CostModel
@@ -63,20 +64,21 @@ def run(model: Model, setup: Setup = LOAD, progress: bool = True) -> Fidelity:
 
     with tqdm(total=8 * setup.num_requests, unit="request", disable=not progress) as bar:
 
-        def measure(requests: Sequence[Request], seed: int) -> dict[str, Trace]:
-            arriving = workload.poisson(requests, rate, seed)
-            traces = {}
-            for name, (scheduler, kv) in setup.configurations(kv_tokens, slot_size).items():
-                engine = Engine(model, scheduler, kv, order=setup.make("order"), meta={"name": name})
-                engine.run(arriving, on_step=lambda report: bar.update(len(report.finished)))
-                traces[name] = engine.trace
-            return traces
+        def measure(name: str, requests: Sequence[Request], seed: int) -> Trace:
+            scheduler, kv = setup.configuration(name, kv_tokens, slot_size)
+            engine = Engine(model, scheduler, kv, order=setup.make("order"), meta={"name": name})
+            engine.run(workload.poisson(requests, rate, seed), on_step=lambda report: bar.update(len(report.finished)))
+            return engine.trace
 
-        seen, unseen = measure(first, setup.seed), measure(second, setup.seed + 1)
+        seen, unseen = {}, {}
+        for name in CONFIGURATIONS:  # one after the other, for a machine's speed drifts
+            seen[name] = measure(name, first, setup.seed)
+            unseen[name] = measure(name, second, setup.seed + 1)
     cost = calibration.fit(_together(seen), shape)
-    parts = setup.configurations(kv_tokens, slot_size)
     replays = {
-        name: simulate(from_trace(trace), *parts[name], cost, order=setup.make("order"))
+        name: simulate(
+            from_trace(trace), *setup.configuration(name, kv_tokens, slot_size), cost, order=setup.make("order")
+        )
         for name, trace in unseen.items()
     }
     return Fidelity(
