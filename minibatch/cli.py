@@ -82,7 +82,9 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minibatch", description="How LLM serving batches requests.")
+    parser = argparse.ArgumentParser(
+        prog="minibatch", description="How LLM serving batches requests.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"minibatch {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)

@@ -73,7 +73,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text)
+    command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     command.set_defaults(command=run)
     return command
 
@@ -186,7 +186,14 @@ def _add_sweep(commands: argparse._SubParsersAction) -> None:
     )
     _add_scenario(command, [Scenario().scheduler], nargs="+")
     group = command.add_argument_group("capacity")
-    option(group, "--slo", None, "bounds such as tbt_p99=0.1 queueing_delay_p50=2, in seconds", str, nargs="+")
+    option(
+        group,
+        "--slo",
+        None,
+        "bounds in seconds, such as tbt_p99=0.1 queueing_delay_p50=2; without one on the delay a queue may grow",
+        str,
+        nargs="+",
+    )
     option(group, "--between", [0.1, 100.0], "lowest and highest rate to look at", float, nargs=2)
     option(group, "--seconds", 120.0, "for how long requests arrive", float)
     option(group, "--tolerance", 0.05, "how close the two rates have to be that it lies between", float)
@@ -213,7 +220,10 @@ def _sweep(options: argparse.Namespace) -> int:
     rows = _capacities(scenarios, options, running) if options.slo else sweep.sweep(scenarios, **running)
     rows.to_csv(options.out, index=False)
     print(_table(rows))
-    print(f"\nsimulated; {counted(len(rows), 'run')} written to {options.out}")
+    units = (
+        "seconds; throughput in tokens/s, capacity in requests/s, kv_filled as a share; ± is half of a 95 % interval"
+    )
+    print(f"\nsimulated; {units}\n{counted(len(rows), 'run')} written to {options.out}")
     return 0
 
 
@@ -314,6 +324,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     check_writable(options.out)
     for name in names:
         study = studies.run(name, options.seed, options.quick, progress=not options.quiet)
+        if options.quick:
+            study = replace(study, name=f"{name}-quick", title=f"QUICK RUN, verdicts may differ. {study.title}")
         paths = study.save(options.out)
         print(
             f"{study.describe()}\n\nwritten to {options.out}/: {', '.join(path.name for path in paths)}\n", flush=True

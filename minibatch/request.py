@@ -210,6 +210,7 @@ class RequestState:
     ``max_new_tokens``   G: ``max_tokens``, cut to what context and cache allow
     ``stop_token_ids``   every id that ends this request
     ``rank``             its number in the order of arrival
+    ``num_tokens``       prompt and generated ones; a number of its own, because it is asked for so often
     ``num_computed``     leading tokens whose K/V are cached; of a waiting request, those that were swapped out
     ``num_cached``       prompt tokens whose K/V a prefix cache had when it was first admitted
     ``room``             leading tokens that can be written without asking the cache, which keeps this number

@@ -88,6 +88,8 @@ class Scenario(Knobs):
 
     def _take_model_of_file(self) -> None:
         """The file says all about model and machine; raises ValueError if something else does too."""
+        if not Path(self.gpu).is_file():
+            raise ValueError(f"there is no file {self.gpu}: `minibatch calibrate --out {self.gpu}` writes one")
         cost = self.cost
         for name in ("model", "tensor_parallel", "overhead"):
             mine, default = getattr(self, name), type(self).__dataclass_fields__[name].default

@@ -83,6 +83,7 @@ class Driver:
             request.num_computed = chunk.stop
             if chunk.stop == request.num_tokens:
                 request.generated.append(self.texts[i][request.num_tokens])
+                request.num_tokens += 1
         assert all(torch.isfinite(table[-1]).all() for table in self.store.keys + self.store.values)
 
     def poison(self):

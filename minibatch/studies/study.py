@@ -51,7 +51,7 @@ class Study:
 
     def describe(self) -> str:
         """All of it as text for a terminal."""
-        parts = [f"{self.title} (simulated)\n{'=' * len(self.title)}", _wrap(f"Source: {self.source}")]
+        parts = [f"{self.title} (simulated)\n{'=' * len(self.title + ' (simulated)')}", _wrap(f"Source: {self.source}")]
         parts += [_wrap(f"Setting: {self.setting}")]
         for claim in self.claims:
             lines = (("claim", claim.claim), ("conditions", claim.conditions), ("published", claim.published))
