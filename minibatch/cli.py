@@ -33,7 +33,7 @@ from minibatch import (
     explain,
     workload,
 )
-from minibatch.cli_options import check_writable, option
+from minibatch.cli_options import add_command, check_writable, option
 from minibatch.compare import Setup
 from minibatch.configurations import CONFIGURATIONS
 from minibatch.engine import Engine
@@ -102,9 +102,10 @@ def _load(options: argparse.Namespace) -> Model:
     return model
 
 
-def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(command=run)
+def _add_model_command(
+    commands: argparse._SubParsersAction, name: str, run: Callable, text: str
+) -> argparse.ArgumentParser:
+    command = add_command(commands, name, run, text)
     group = command.add_argument_group("model")
     names = "smollm2-135m, toy (no download, simulated time), a Hub id or a path"
     option(group, "--model", DEFAULT_MODEL, names, str)
@@ -118,7 +119,7 @@ def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable,
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "The same requests through static, continuous, paged and chunked batching, side by side."
-    command, default = _add_command(commands, "compare", _compare, text), Setup()
+    command, default = _add_model_command(commands, "compare", _compare, text), Setup()
     group = command.add_argument_group("workload")
     option(group, "--workload", default.workload, "mixed, short or long prompts, or a text file with one a line", str)
     option(group, "--requests", default.num_requests, "how many", int)
@@ -186,7 +187,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     text = (
         "Streams the answer to a prompt to the terminal. (Alone, a request gets the same answer from every scheduler.)"
     )
-    command, default = _add_command(commands, "generate", _generate, text), SamplingParams()
+    command, default = _add_model_command(commands, "generate", _generate, text), SamplingParams()
     group = command.add_argument_group("prompt")
     group.add_argument("--prompt", required=True, help="what to ask")
     group.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
@@ -242,8 +243,7 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
         '"needs 6 blocks, 5 free, 1 promised": one of the free ones was promised to somebody else earlier in the same '
         "iteration. TTFT: arrival to first token. Traces are what `minibatch compare` and `trace.save()` write."
     )
-    command = commands.add_parser("explain", help=text, description=text, epilog=more)
-    command.set_defaults(command=_explain)
+    command = add_command(commands, "explain", _explain, text, epilog=more)
     command.add_argument("request", metavar="REQUEST", help="its id; of a request with several answers also id#0, ...")
     command.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a trace, *.jsonl")
 
@@ -258,7 +258,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
     text = "What things cost on this machine. Choose a part, or several."
-    command = _add_command(commands, "bench", _bench, text)
+    command = _add_model_command(commands, "bench", _bench, text)
     command.set_defaults(fail=command.error)
     group = command.add_argument_group("parts")
     for name, (_, _, what) in BENCHES.items():

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def add_command(
+    commands: argparse._SubParsersAction, name: str, run: Callable, text: str, **more: Any
+) -> argparse.ArgumentParser:
+    """``minibatch NAME``, which calls ``run`` with its options."""
+    command = commands.add_parser(name, help=text, description=text, **more)
+    command.set_defaults(command=run)
+    return command
 
 
 def option(group: argparse._ActionsContainer, name: str, default: object, text: str, kind: type, **more: Any) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from minibatch import bench, bench_simulation, plots, run_table, studies, sweep
+from minibatch import bench, bench_simulation, run_table, studies, sweep
 from minibatch.checks import check_int
-from minibatch.cli_options import check_writable, option
+from minibatch.cli_options import add_command, check_writable, option
+from minibatch.compare_report import plain, save_runs
 from minibatch.configurations import CONFIGURATIONS, PHASE_ORDERS
 from minibatch.gpus import GPUS
 from minibatch.llm import load_model
 from minibatch.model_shapes import MODELS
 from minibatch.models.pretrained import DEFAULT_MODEL
 from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS
-from minibatch.scenario import Scenario, numbers
+from minibatch.scenario import Scenario, num_cut, numbers
 from minibatch.trace import Trace, counted
 
 SHOWN = ("throughput", "queueing_delay_p50", "ttft_p99", "tbt_p99", "e2e_p50", "kv_filled")
@@ -72,12 +72,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     _add_reproduce(commands)
 
 
-def _add_command(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    command.set_defaults(command=run)
-    return command
-
-
 def _add_scenario(command: argparse.ArgumentParser, schedulers: list[str], **several: Any) -> None:
     """The fields of a scenario as options; ``several``: ``nargs="+"`` where each may have more than one value."""
     default = Scenario()
@@ -107,7 +101,7 @@ def _values(options: argparse.Namespace) -> dict[str, Any]:
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
     text = "A workload on a GPU that is not here: the same schedulers and caches, on a virtual clock."
-    command = _add_command(commands, "simulate", _simulate, text)
+    command = add_command(commands, "simulate", _simulate, text, allow_abbrev=False)
     _add_scenario(command, list(CONFIGURATIONS))
     group = command.add_argument_group("output")
     option(group, "--seed", 0, "of everything that is drawn", int)
@@ -122,9 +116,10 @@ def _simulate(options: argparse.Namespace) -> int:
     workload = base.load()
     runs = {name: replace(base, scheduler=name) for name in dict.fromkeys(options.scheduler)}
     traces = {name: run.run(workload, record_steps=options.out is not None) for name, run in runs.items()}
-    paths = [] if options.out is None else _save(traces, options.out)
+    paths = [] if options.out is None else save_runs(traces, options.out)
     if options.json:
-        print(json.dumps({name: _plain(numbers(trace)) for name, trace in traces.items()}, indent=2))
+        found = {name: {key: plain(value) for key, value in numbers(trace).items()} for name, trace in traces.items()}
+        print(json.dumps(found, indent=2))
         return 0
     print(_describe(base, traces))
     if paths:
@@ -134,7 +129,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _describe(base: Scenario, traces: dict[str, Trace]) -> str:
     cost, meta = base.cost, next(iter(traces.values())).meta
-    tokens = int(meta["kv_budget"].split()[2])
+    tokens = base.kv_budget
     gigabytes = tokens * cost.kv_bytes_per_token / 1e9
     lines = [
         f"model       {cost.name}, simulated: weights {cost.weight_bytes / 1e9:.3g} GB",
@@ -145,7 +140,7 @@ def _describe(base: Scenario, traces: dict[str, Trace]) -> str:
         lines += run_table.wrap(f"{name:<12}", f"{trace.meta['scheduler']} on {trace.meta['kv_cache']}")
     lines += ["", run_table.render(traces, "simulated")]
     for name, trace in traces.items():
-        if number := sum(timeline.finish_reason == "length" for timeline in trace.timelines):
+        if number := num_cut(trace):
             lines += ["", f"{name}: {counted(number, 'answer')} cut by max_tokens or by the context"]
         refused = [timeline for timeline in trace.timelines if timeline.finish_reason == "rejected"]
         if refused:
@@ -158,28 +153,12 @@ def _describe(base: Scenario, traces: dict[str, Trace]) -> str:
     return "\n".join(lines)
 
 
-def _save(traces: dict[str, Trace], directory: Path) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in plots.compare_figures(traces).items():
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=150)
-    for name, trace in traces.items():
-        paths.append(directory / f"{name}.trace.jsonl")
-        trace.save(paths[-1])
-    return paths
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if value != value else float(value) for name, value in numbers.items()}
-
-
 # --------------------------------------------------------------------------------------------------- minibatch sweep
 
 
 def _add_sweep(commands: argparse._SubParsersAction) -> None:
     text = "Every combination of the values given, over several seeds, on all cores, as a tidy table."
-    command = _add_command(commands, "sweep", _sweep, text)
+    command = add_command(commands, "sweep", _sweep, text, allow_abbrev=False)
     command.epilog = (
         "Every option of the scenario takes one or more values: --rate 2 4 8 --scheduler paged chunked. With --slo "
         "instead of a rate: the highest rate that meets it."
@@ -278,7 +257,7 @@ def _with_interval(mean: float, half_width: float) -> str:
 
 def _add_calibrate(commands: argparse._SubParsersAction) -> None:
     text = "Measures this machine with a model, and fits a cost model to it (three minutes)."
-    command = _add_command(commands, "calibrate", _calibrate, text)
+    command = add_command(commands, "calibrate", _calibrate, text, allow_abbrev=False)
     option(command, "--model", DEFAULT_MODEL, "smollm2-135m, a Hub id or a path", str)
     option(command, "--dtype", "float32", "of weights, K/V and computation", str)
     option(command, "--device", "cpu", "cpu, or cuda for a GPU", str)
@@ -306,7 +285,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 def _add_reproduce(commands: argparse._SubParsersAction) -> None:
     text = "Published results, simulated again: claim, conditions, ours, verdict, and a picture each."
-    command = _add_command(commands, "reproduce", _reproduce, text)
+    command = add_command(commands, "reproduce", _reproduce, text, allow_abbrev=False)
     command.epilog = "; ".join(f"{name}: {what}" for name, what in studies.STUDIES.items())
     command.add_argument("name", nargs="*", metavar="NAME", help=f"{', '.join(studies.STUDIES)} (default: all)")
     option(command, "--seed", 0, "of everything that is drawn", int)

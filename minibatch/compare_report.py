@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pandas as pd
 from minibatch import metrics, plots, run_table
 from minibatch.compare import Comparison
 from minibatch.policies import FCFS
+from minibatch.trace import Trace
 
 ALIKE = "all requests have the same client and priority"
 
@@ -49,16 +51,21 @@ def _decode_costs(comparison: Comparison) -> str:
 
 def save(comparison: Comparison, directory: Path) -> list[Path]:
     """Writes the pictures, a trace a configuration, and all numbers and answers as JSON; returns the paths."""
+    paths = [*save_runs(comparison.traces, directory), directory / "compare.json"]
+    paths[-1].write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def save_runs(traces: Mapping[str, Trace], directory: Path) -> list[Path]:
+    """Writes the pictures of several runs side by side, and a trace each; returns the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in plots.compare_figures(comparison.traces).items():
+    for name, figure in plots.compare_figures(traces).items():
         paths.append(directory / f"{name}.png")
         figure.savefig(paths[-1], dpi=150)
-    for name, trace in comparison.traces.items():
+    for name, trace in traces.items():
         paths.append(directory / f"{name}.trace.jsonl")
         trace.save(paths[-1])
-    paths.append(directory / "compare.json")
-    paths[-1].write_text(json.dumps(to_json(comparison), indent=2) + "\n", encoding="utf-8")
     return paths
 
 
@@ -79,7 +86,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
                 "scheduler": run.trace.meta["scheduler"],
                 "kv_cache": run.trace.meta["kv_cache"],
                 "order": run.trace.meta["order"],
-                "numbers": {" ".join(column): _plain(rows.loc[name, column]) for column in rows.columns},
+                "numbers": {" ".join(column): plain(rows.loc[name, column]) for column in rows.columns},
                 "equality": {**asdict(run.verdict), "holds": run.verdict.holds},
             }
             for name, run in comparison.runs.items()
@@ -98,5 +105,6 @@ def _meta(comparison: Comparison) -> dict[str, Any]:
     return next(iter(comparison.traces.values())).meta
 
 
-def _plain(value: float) -> float | None:
+def plain(value: float) -> float | None:
+    """For JSON, which has no NaN."""
     return None if value != value else float(value)

@@ -172,13 +172,12 @@ def check_plan(
     if len(computing) < len(plan.chunks):
         (request, _), *_ = Counter(chunk.request for chunk in plan.chunks).most_common(1)
         fail(f"two chunks of {request.label}")
-    if strangers := (computing & gone) | (computing - joined.keys()).difference(active):
+    running = (request for request in active if not request.is_finished)
+    if strangers := (computing & gone) | (computing - joined.keys()).difference(running):
         first = next(chunk.request for chunk in plan.chunks if chunk.request in strangers)
         fail(f"a chunk of {first.label}, which is not active in this iteration")
     for request, start, stop in plan.chunks:
         computed = request.num_computed
-        if request.finish_reason:
-            fail(f"a chunk of {request.label}, which is not active in this iteration")
         if start == computed and start < stop <= request.num_tokens and stop <= request.room:
             continue
         if request in joined:

@@ -107,6 +107,11 @@ class Scenario(Knobs):
             return CostModel.load(self.gpu)
         return CostModel(MODELS[self.model], GPUS[self.gpu], self.tensor_parallel, overhead=self.overhead)
 
+    @property
+    def kv_budget(self) -> int:
+        """Tokens of the KV cache."""
+        return self.kv_tokens or self.cost.kv_tokens(self.memory_share)
+
     def load(self) -> Workload:
         """The workload. Raises ValueError or OSError if it cannot be had, or has no requests."""
         found = self._load()
@@ -170,7 +175,7 @@ class Scenario(Knobs):
         Raises NeverFits if not one slot of a contiguous cache fits the KV budget.
         """
         workload = workload or self.load()
-        cost, kv_tokens = self.cost, self.kv_tokens or self.cost.kv_tokens(self.memory_share)
+        cost, kv_tokens = self.cost, self.kv_budget
         slot_size = self.slot_size or longest(workload, cost.max_model_len)
         batched = self.max_num_batched_tokens or max(cost.max_model_len or slot_size, 2048)  # whatever was drawn
         knobs = replace(self, max_num_batched_tokens=batched)
@@ -193,17 +198,19 @@ def longest(workload: Workload, max_model_len: int | None) -> int:
     return min(max(sizes, default=1), max_model_len or math.inf)
 
 
-def numbers(trace: Trace) -> dict[str, float]:
-    """One run in one row: what happened to the requests, where work and memory went.
+def num_cut(trace: Trace) -> int:
+    """Answers that ended at ``max_tokens`` or at the context, and not where the workload says."""
+    return sum(timeline.finish_reason == "length" for timeline in trace.timelines)
 
-    ``cut``  answers that ended at ``max_tokens`` or at the context, and not where the workload says
-    """
+
+def numbers(trace: Trace) -> dict[str, float]:
+    """One run in one row: what happened to the requests, where work and memory went; ``cut``: see ``num_cut``."""
     work, memory = accounting.work(trace), accounting.memory(trace)
     counts = metrics.steps_table(trace)
     busy = counts["duration"].sum()
     return {
         **metrics.summary(trace),
-        "cut": sum(timeline.finish_reason == "length" for timeline in trace.timelines),
+        "cut": num_cut(trace),
         "mean_batch": metrics.ratio(float((counts["num_seqs"] * counts["duration"]).sum()), busy),
         "busy": metrics.ratio(busy, metrics.makespan(trace)),
         "useful_share": work.useful_share,
