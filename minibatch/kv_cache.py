@@ -46,6 +46,7 @@ class KVSnapshot:
                        the block before it not gone); taken when needed
     ``free``           of nobody
     ``host``           rows of swapped requests in host memory: not part of the capacity
+    ``idle``           the units of the ``cached`` rows, the next to be taken first
     """
 
     capacity: int
@@ -56,6 +57,7 @@ class KVSnapshot:
     holdings: tuple[Holding, ...]
     cached: int = 0
     host: int = 0
+    idle: tuple[int, ...] = ()
 
 
 class RowCopy(NamedTuple):
@@ -100,6 +102,10 @@ class KVCache(ABC):
     def num_cached(self) -> int:
         """Those of the free units that still hold a prefix which can be found."""
         return 0
+
+    def idle(self) -> tuple[int, ...]:
+        """Which these are, the next to be taken first."""
+        return ()
 
     @abstractmethod
     def units_for(self, num_tokens: int) -> int:
@@ -190,6 +196,7 @@ class KVCache(ABC):
             free=(self.num_free - self.num_cached) * self.unit_size,
             host=sum(self.host.values()),
             holdings=parts,
+            idle=self.idle() if holdings else (),
         )
 
     def _sums(self, active: Iterable[RequestState]) -> tuple[int, int, int]:

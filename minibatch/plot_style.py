@@ -1,14 +1,17 @@
 """One visual language for all pictures: what a colour means in one figure, it means in every other.
 
-The colours are from Okabe and Ito's palette (2008), chosen for colour-blind readers. They also differ in greyscale:
-work that moves a request forward is plain, dark (prefill) or light (decode); everything that is waste is hatched.
-Figures are 800 pixels wide at 100 dpi, made without pyplot, so nothing global is left behind and no display is needed.
+The colours of kinds are from Okabe and Ito's palette (2008), chosen for colour-blind readers. They also differ in
+greyscale: work that moves a request forward is plain, dark (prefill) or light (decode); everything that is waste is
+hatched. What is only compared (systems, orders, measures) has shades of violet, which no kind has: the darker, the
+later in its list, and each with its own mark and stroke.
+Figures are 800 or 960 pixels wide at 100 dpi, made without pyplot, so nothing global is left behind and no display is
+needed.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +61,16 @@ MEMORY = {
 }
 RESIDENT = Look("holds memory, does not run", "#56B4E9")
 FOUND = Look("found in the prefix cache", MEMORY["cached"].color)
+SHARED = Look("shared by several", "#888888", "\\\\\\\\", "#333333")
+# Of requests, where a colour says whose something is: lighter than those above (most are from Tol's light scheme), none
+# of them blue, which is a prefix that nobody has; always with the request's id.
+OWNERS = ("#B39BD8", "#EE8866", "#44BB99", "#EEDD88", "#FFAABB", "#AAAA00", "#C8A27E", "#BBCC33")
 
 # Lines and marks: label and style. The marks are of single moments.
 LINES = {
     "waiting": ("waiting", {"color": "#999999", "linewidth": 1.0, "linestyle": "-"}),
-    "preempted": ("preempted, K/V given up", {"color": "#D55E00", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
-    "swapped": ("preempted, K/V on the host", {"color": "#009E73", "linewidth": 2.4, "linestyle": (0, (0.8, 0.8))}),
+    "preempted": ("preempted, K/V given up", {"color": "#A1457A", "linewidth": 1.4, "linestyle": (0, (2, 1.5))}),
+    "swapped": ("preempted, K/V on the host", {"color": "#56B4E9", "linewidth": 2.4, "linestyle": (0, (0.8, 0.8))}),
 }
 ARROW = [(-1, -0.7), (0, 0), (-1, 0.7)]  # its tip is at the time of arrival
 BRANCH = MarkerPath([(-0.5, 1), (-0.5, 0), (0.2, 0)])  # from the row above
@@ -75,6 +82,15 @@ MARKS = {
 }
 BUDGET = ("token budget", {"color": "black", "linewidth": 1.2, "linestyle": "--"})
 
+# What is compared, first to last; a missing mark is for lines without points.
+SERIES = (
+    {"color": "#BFA9E6", "marker": "s", "linestyle": (0, (1, 1.2))},
+    {"color": "#9273CC", "marker": "^", "linestyle": "--"},
+    {"color": "#62379E", "marker": "D", "linestyle": "-."},
+    {"color": "#2A0A50", "marker": "o", "linestyle": "-"},
+)
+SHADES = tuple(str(series["color"]) for series in SERIES)
+
 # What the caption does not mention: policies as they are if nobody chooses.
 USUAL = {
     "order": "FCFS()",
@@ -82,10 +98,10 @@ USUAL = {
     "preemption": "Recompute(victim=newest, displaces=None)",
 }
 
-WIDTH = 8.0  # inches: 800 pixels at 100 dpi
-DPI = 100
+WIDTH, WIDE = 8.0, 9.6  # inches: 800 and 960 pixels at 100 dpi
+DPI, SHARP = 100, 150  # of the layout, and of a PNG, which many screens show at more than 100
 LETTERS = 100  # of a title that is as wide as the axes
-SMALL = 8  # points: ticks, legends, footers
+SMALL, SMALLEST = 8, 7  # points: ticks and legends; footers
 RC = {"hatch.linewidth": 0.6, "font.size": 9.0}
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "minibatch"}  # text stays text, and the same figure the same file
 
@@ -96,11 +112,21 @@ def new_axes(height: float, rows: int = 1, columns: int = 1, **kwargs: Any) -> A
     return figure.subplots(rows, columns, **kwargs)
 
 
+def new_figure(height: float) -> Figure:
+    """A wide figure without axes, for several panels side by side."""
+    return Figure(figsize=(WIDE, height), dpi=DPI, layout="constrained")
+
+
+def sign(figure: Figure, text: str) -> None:
+    """Says under the picture whether its numbers are measured or simulated, and how they came about."""
+    figure.supxlabel(text, fontsize=SMALLEST, color="#555555", x=0.01, ha="left", wrap=True)
+
+
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes a figure, the format by the suffix. An SVG keeps its text and is reproducible."""
+    """Writes a figure, the format by the suffix. An SVG keeps its text; the same figure is the same file."""
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
     with mpl.rc_context(SVG):
-        figure.savefig(path, metadata=metadata)
+        figure.savefig(path, dpi=SHARP, metadata=metadata)
 
 
 def tidy(ax: Axes, title: str, xlabel: str, ylabel: str) -> None:
@@ -119,10 +145,13 @@ def _broken(title: str) -> str:
     return textwrap.fill(glued, LETTERS, break_long_words=False).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def legend(ax: Axes, panels: Iterable[Axes]) -> None:
-    """One legend of what the panels show, below the axis label, in as many lines as it needs: it never covers data."""
+def legend(ax: Axes, panels: Iterable[Axes], handles: Sequence[Artist] = ()) -> None:
+    """One legend of what the panels show, below the axis label, in as many lines as it needs: it never covers data.
+
+    ``handles``: its entries, if they are not those of everything that is drawn
+    """
     shown = {artist.get_label() for p in panels for artist in (*p.collections, *p.lines, *p.patches)}
-    handles = [handle for handle in _entries() if handle.get_label() in shown]
+    handles = handles or [handle for handle in _entries() if handle.get_label() in shown]
     if not handles:
         return
     room = 19.5 * ax.get_position().width * ax.get_figure().get_figwidth()
@@ -174,12 +203,15 @@ def clock(trace: Trace) -> str:
 
 
 def footer(traces: Iterable[Trace]) -> str:
-    """What the numbers are and what made them, from the headers: one line; where traces differ, all values."""
+    """What the numbers are and what made them, from the headers: one line; where traces differ, all values.
+
+    On a virtual clock nothing depends on the versions of other packages, so there only ours is named.
+    """
     traces = list(traces)
     parts = [" and ".join(sorted({f"{clock(trace)} time" for trace in traces}))]
     for key in ("model", "source", "dtype", "device", "machine", "workload", "seed", "kv_budget", "versions"):
-        texts = (_text(trace.meta[key]) for trace in traces if trace.meta.get(key) is not None)
-        values = list(dict.fromkeys(texts))
+        texts = (_text(trace.meta[key], trace.simulated) for trace in traces if trace.meta.get(key) is not None)
+        values = [text for text in dict.fromkeys(texts) if text]
         if values:
             parts.append((f"{key} " if key in ("model", "workload", "seed") else "") + " / ".join(values))
     return " · ".join([*parts[:-1], *_policies(traces), *parts[-1:]])
@@ -196,10 +228,11 @@ def _policies(traces: list[Trace]) -> Iterator[str]:
         yield "prefix cache" if all(cached) else f"prefix cache in {sum(cached)} of {len(cached)}"
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, simulated: bool) -> str:
     if not isinstance(value, dict):
         return str(value)
-    return ", ".join(f"{name} {version}" for name, version in value.items() if version is not None)
+    named = {name: version for name, version in value.items() if not simulated or name == "minibatch"}
+    return ", ".join(f"{name} {version}" for name, version in named.items() if version is not None)
 
 
 def name_of(trace: Trace) -> str:

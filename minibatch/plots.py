@@ -7,15 +7,16 @@ with titles that say in numbers what is to be seen and a footer that says how th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import AutoLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from minibatch import membership_plot
+from minibatch import block_plot, curves_plot, membership_plot
 from minibatch.accounting import memory, work
 from minibatch.latency_plot import PANELS, draw_latency
 from minibatch.metrics import steps_table
@@ -36,7 +37,7 @@ from minibatch.plot_style import (
 )
 from minibatch.trace import Trace, counted
 
-__all__ = ["compare_figures", "kv_memory", "latencies", "membership", "save", "token_budget"]
+__all__ = ["blocks", "compare_figures", "curves", "kv_memory", "latencies", "membership", "save", "token_budget"]
 
 Limits = tuple[float, float]  # of the x axis
 BOTTOM_UP = ("decode", "dead_padding", "recompute", "prefill", "left_padding")  # how an iteration's tokens are stacked
@@ -66,6 +67,38 @@ def token_budget(trace: Trace, ax: Axes | None = None) -> Axes:
     (prompts and their padding) on top of it. Above ``LINEAR`` tokens the scale is logarithmic.
     """
     return _single(trace, ax, 3.0, _token_budget)
+
+
+def blocks(trace: Trace, ax: Axes | None = None) -> Axes:
+    """Who has which physical block (or slot) in which iteration, after its forward, and how far it is filled."""
+    count = trace.steps[-1].kv.capacity // max(block_plot.unit_size(trace), 1) if trace.steps else 0
+    return _single(trace, ax, min(max(1.6 + 0.2 * count, 2.0), 10), _blocks)
+
+
+def curves(
+    table: pd.DataFrame,
+    x: str,
+    y: str,
+    by: str | Sequence[str] = (),
+    ax: Axes | None = None,
+    *,
+    kind: str = "simulated",
+) -> Axes:
+    """Lines of a tidy table, one for each value of the column(s) ``by``; several rows of a point: mean and range.
+
+    ``kind``  what the numbers are, ``simulated`` or ``measured``: it stands in the title
+    """
+    with mpl.rc_context(RC):
+        ax = new_axes(3.4) if ax is None else ax
+        names = [by] if isinstance(by, str) else list(by)
+        tidy(ax, f"{y} by {x} ({kind})", x, y)
+        ax.xaxis.set_major_locator(AutoLocator())
+        curves_plot.draw(ax, table, x, y, names)
+        ax.grid(color="#E6E6E6", linewidth=0.6)
+        ax.set_axisbelow(True)
+        if names:
+            ax.legend(title=", ".join(names), fontsize=SMALL, title_fontsize=SMALL, frameon=False)
+    return ax
 
 
 def latencies(traces: Trace | Mapping[str, Trace], ax: np.ndarray | None = None) -> np.ndarray:
@@ -105,7 +138,8 @@ def _single(trace: Trace, ax: Axes | None, height: float, draw: Callable[[Axes, 
     with mpl.rc_context(RC):
         fresh, ax = ax is None, new_axes(height) if ax is None else ax
         draw(ax, trace, name_of(trace), _limits([trace]))
-        legend(ax, [ax])
+        if ax.get_legend() is None:
+            legend(ax, [ax])
         if fresh:  # a figure of the caller's is the caller's to sign
             _sign(ax.figure, [trace])
     return ax
@@ -128,6 +162,17 @@ def _limits(traces: Iterable[Trace]) -> Limits:
     """The x axis that shows every iteration of all of them."""
     indices = [step.index for trace in traces for step in (*trace.steps[:1], *trace.steps[-1:])]
     return min(indices, default=0) - 0.5, max(indices, default=0) + 0.5
+
+
+def _blocks(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
+    unit = "slot" if str(trace.meta.get("kv_cache")).startswith("Contiguous") else "block"
+    size = block_plot.unit_size(trace)
+    says = f"{unit}s of {counted(size, 'token')}, {block_plot.held_share(trace):.0%} of what is held is filled"
+    _tidy(ax, trace, name, says + _preemptions(trace), f"physical {unit}")
+    if trace.steps:
+        ax.set_xlim(limits)
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
+        legend(ax, [], block_plot.draw(ax, trace))
 
 
 def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:

@@ -61,6 +61,10 @@ class PrefixCache(BlockPool):
         """Blocks of nobody that can still be found."""
         return len(self._idle)
 
+    def idle(self) -> tuple[int, ...]:
+        """Which these are, the next to be evicted first."""
+        return tuple(self._idle)
+
     def known(self) -> Iterator[CachedBlock]:
         """Every block whose content is known, those that somebody holds included."""
         return iter(self._by_block.values())
@@ -130,6 +134,9 @@ class PrefixCachedKVCache(PagedKVCache):
     @property
     def num_cached(self) -> int:
         return self.pool.num_idle
+
+    def idle(self) -> tuple[int, ...]:
+        return self.pool.idle()
 
     def match(self, request: RequestState) -> tuple[int, ...]:
         return tuple(found.block for found in self._find(request))

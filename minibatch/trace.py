@@ -380,6 +380,7 @@ def versions() -> dict[str, str]:
 def _step(value: dict[str, Any]) -> StepReport:
     kv = value.pop("kv")
     holdings = tuple(Holding(**{**h, "units": tuple(h["units"])}) for h in kv.pop("holdings"))
+    idle = tuple(kv.pop("idle", ()))  # older traces do not have it
     members = tuple(Member(**m) for m in value.pop("members"))
     padding = tuple(PadRow(**p) for p in value.pop("padding"))
     value["arrived"] = tuple(value["arrived"])
@@ -387,4 +388,4 @@ def _step(value: dict[str, Any]) -> StepReport:
         value[name] = tuple(kind(**entry) for entry in value[name])
     for name in ("finished", "waiting"):
         value[name] = tuple(tuple(pair) for pair in value[name])
-    return StepReport(members=members, padding=padding, kv=KVSnapshot(**kv, holdings=holdings), **value)
+    return StepReport(members=members, padding=padding, kv=KVSnapshot(**kv, holdings=holdings, idle=idle), **value)
