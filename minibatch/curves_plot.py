@@ -1,6 +1,6 @@
 """Lines of a tidy table: a sweep over rates, over block sizes, over token budgets.
 
-Lines differ by colour, marker and dash, so that they can be told apart without colour. Where a point stands for several
+Lines differ by shade, mark and stroke, so that they can be told apart without colour. Where a point stands for several
 rows (seeds), it is their mean and the whiskers are their range.
 """
 
@@ -11,9 +11,13 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#444444", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 3)))
+from minibatch.plot_style import SERIES
+
+MORE = (  # lines than are usual
+    {"color": "#333333", "marker": "v", "linestyle": (0, (6, 1.5, 1, 1.5))},
+    {"color": "#777777", "marker": "P", "linestyle": (0, (3, 3))},
+    {"color": "#AAAAAA", "marker": "X", "linestyle": "-"},
+)
 
 
 def groups(table: pd.DataFrame, by: Sequence[str]) -> dict[str, pd.DataFrame]:
@@ -28,7 +32,9 @@ def draw(ax: Axes, table: pd.DataFrame, x: str, y: str, by: Sequence[str]) -> No
     """Raises ValueError if a column is missing."""
     if missing := [name for name in (x, y, *by) if name not in table]:
         raise ValueError(f"the table has no column {', '.join(missing)}; it has {', '.join(map(str, table.columns))}")
-    for place, (name, rows) in enumerate(groups(table, by).items()):
+    lines = groups(table, by)
+    looks = [*SERIES[-len(lines) :], *MORE]
+    for place, (name, rows) in enumerate(lines.items()):
         values = rows.groupby(x)[y].agg(["mean", "min", "max"])
         whiskers = [values["mean"] - values["min"], values["max"] - values["mean"]]
         ax.errorbar(
@@ -36,11 +42,9 @@ def draw(ax: Axes, table: pd.DataFrame, x: str, y: str, by: Sequence[str]) -> No
             values["mean"],
             yerr=whiskers if (values["min"] < values["max"]).any() else None,
             label=name or None,
-            color=COLORS[place % len(COLORS)],
-            marker=MARKERS[place % len(MARKERS)],
-            linestyle=DASHES[place % len(DASHES)],
             markersize=5,
             linewidth=1.4,
             capsize=2.5,
             elinewidth=0.9,
+            **looks[place % len(looks)],
         )

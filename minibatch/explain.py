@@ -360,7 +360,7 @@ def _because(said: Sequence[Said]) -> str:
     text = first + numbers
     if (first, numbers) != (last, then):
         text += f" ... {last + then if last != first else then.lstrip(',: ')}"
-    return f"for {text}" if re.fullmatch(r"(slot|block)s|token budget", first) else text
+    return f"for {text}" if re.fullmatch(r"(place|slot|block)s|token budget", first) else text
 
 
 def _reasons(said: Sequence[Said]) -> str:

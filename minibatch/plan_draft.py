@@ -197,7 +197,7 @@ class PlanDraft:
         """Which place or memory is missing for the request to join; the empty string: none."""
         if self.num_seqs + request.num_seqs > self.max_num_seqs:
             need = f"needs {request.num_seqs}, " if request.siblings else ""
-            return f"slots: {need}{self.num_seqs} of {self.max_num_seqs} taken"
+            return f"places: {need}{self.num_seqs} of {self.max_num_seqs} taken"
         objection = self.admission.objection(request, num_tokens, self)
         if not isinstance(objection, str):
             raise PlanError(f"{self.admission!r} objects {objection!r}: give the reason as a text, '' if there is none")

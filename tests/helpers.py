@@ -466,7 +466,7 @@ def _check_memory(engine: Engine) -> None:
         assert len(set(rows)) == len(rows), f"two tokens of {state.label} share a row"
         assert {row // kv.unit_size for row in rows} <= set(units), f"{state.label} uses rows of others"
         if isinstance(engine.model, ToyModel) and not state.is_finished:
-            stored = [engine.store[row] for row in rows]
+            stored = [entry and entry[1:] for entry in (engine.store[row] for row in rows)]
             expected = list(enumerate(state.tokens(0, state.num_computed)))
             assert stored == expected, f"the cached tokens of {state.label} are not its own"
     for state in engine.queue:
@@ -483,7 +483,8 @@ def _check_memory(engine: Engine) -> None:
             depth, parent = 0, known.parent
             while parent is not None:
                 depth, parent = depth + 1, parent.parent
-            stored = [engine.store[row] for row in range(known.block * kv.unit_size, (known.block + 1) * kv.unit_size)]
+            rows = range(known.block * kv.unit_size, (known.block + 1) * kv.unit_size)
+            stored = [entry and entry[1:] for entry in (engine.store[row] for row in rows)]
             expected = list(enumerate(known.tokens, start=depth * kv.unit_size))
             assert stored == expected, f"block {known.block} can be found and does not hold its tokens"
 

@@ -781,3 +781,25 @@ def test_eos_in_the_middle_of_a_block_leaves_only_full_blocks_to_be_found():
     (result,) = run_checked(engine, [ask("A", prompt, 9, at=None)])
     assert result.tokens == (200, 201, 255)
     assert list(known_prefixes(engine).values()) == [tuple(COMMON[:4]), (*COMMON[4:6], 200, 201)]
+
+
+class Forgetful(PrefixCache):
+    """Finds a block by its own tokens, after whatever came before it."""
+
+    def find(self, parent, tokens, salt):
+        same = (known for known in self.known() if known.tokens == tokens and known.salt == salt)
+        return next(same, None)
+
+
+def test_the_toy_finds_out_a_cache_that_forgets_what_came_before_a_block():
+    """Fault: an oracle that cannot see it. The tokens of the block are right, what they were computed after is not."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 0], [9, 9, 9, 9, 3, 3, 3, 3, 0], [9, 9, 9, 9, 5, 6, 7, 8, 0]]
+    requests = [ask(f"r{i}", prompt, 3, at=float(9 * i)) for i, prompt in enumerate(prompts)]
+    for pool, found in ((PrefixCache, 4), (Forgetful, 8)):
+        engine = make(16)
+        engine.kv.pool = pool(16)
+        results = engine.run(requests)
+        assert timeline(engine, "r2").num_cached == found
+        alone = [make(16).run([request])[0].tokens for request in requests]
+        same = [result.tokens == tokens for result, tokens in zip(results, alone, strict=True)]
+        assert same == [True, True, pool is PrefixCache]

@@ -55,6 +55,7 @@ def test_compare_json_is_json_and_nothing_else(tmp_path):
         assert configuration["equality"]["holds"]
 
 
+@pytest.mark.slow
 def test_compare_shows_a_progress_bar_on_stderr(tmp_path):
     done = minibatch(*COMPARE[:-1], "--out", str(tmp_path))
     assert "30/30" in done.stderr and "30/30" not in done.stdout

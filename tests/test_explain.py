@@ -189,7 +189,7 @@ def test_a_wait_behind_changing_heads_names_the_first_and_the_last():
     engine.run([ask(name, 3, 2) for name in "abcde"])
     assert texts(engine.trace, "e")[1:3] == [
         "waited 6 iterations behind b, one of 3 there ... behind d, one of 1 there",
-        "waited 2 iterations for slots: 1 of 1 taken",
+        "waited 2 iterations for places: 1 of 1 taken",
     ]
 
 

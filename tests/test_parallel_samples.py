@@ -521,7 +521,7 @@ def test_a_group_waits_until_it_has_a_place_for_every_answer():
     """Fault: it joins with one free place, and the batch is larger than it may be after the fork."""
     engine = make(max_num_seqs=4)
     steps = run(engine, ask("x", 3, 5), ask("y", 3, 3), several("a", 6, 4), ask("z", 3, 2))
-    assert steps[0].waiting == (("a#0", "slots: needs 3, 2 of 4 taken"),)
+    assert steps[0].waiting == (("a#0", "places: needs 3, 2 of 4 taken"),)
     assert steps[0].rest == "behind a#0: 1 more"
     assert token_steps(engine, "a#0")[0] == 4 and token_steps(engine, "z")[0] == 6
     assert max(len(step.kv.holdings) for step in steps) == 4

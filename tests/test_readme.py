@@ -19,7 +19,7 @@ def test_the_snippets_on_the_toy_model_run(tmp_path, monkeypatch, capsys):
     for snippet in (one_iteration, from_a_trace, *policies):
         exec(compile(snippet, "README.md", "exec"), names)
     said = capsys.readouterr().out
-    assert "slots: 2 of 2 taken" in said and "[['of 3', 'of 9']," in said and "FCFS() {'big': " in said
+    assert "places: 2 of 2 taken" in said and "[['of 3', 'of 9']," in said and "FCFS() {'big': " in said
     assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "run.png", "run.json"}
 
 

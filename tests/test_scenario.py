@@ -185,6 +185,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
 TIGHT = replace(SMALL, kv_tokens=1000, num_requests=None)
 
 
+@pytest.mark.slow
 def test_capacity_is_between_two_rates_of_which_one_is_sustained():
     """Fault: a search that ends at a rate it has not tried, or with other requests than the runs that it stands for."""
     slo = {"ttft_p99": 0.5}
@@ -195,6 +196,7 @@ def test_capacity_is_between_two_rates_of_which_one_is_sustained():
         assert sustains(replace(TIGHT, rate=rate, num_requests=math.ceil(20 * rate)).run(), slo) is good
 
 
+@pytest.mark.slow
 def test_capacity_does_not_grow_because_a_run_is_short():
     """Fault: a queue that has only begun to grow when the last request comes is taken for a load that is sustained."""
     slo = {"queueing_delay_p50": 2.0}

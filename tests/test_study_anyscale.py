@@ -111,6 +111,7 @@ def test_verdicts_can_fail():
     assert not anyscale.climbs(good.assign(all=[12.0, 1.99]))
 
 
+@pytest.mark.slow
 def test_the_study_is_complete():
     """Fault: a part is missing, or the text of a study does not come out."""
     found = study()

@@ -113,6 +113,7 @@ def test_verdicts_can_fail():
     assert orca.shrinks(1.5, 1.2) and not orca.shrinks(1.5, 1.48) and not orca.shrinks(1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_claims_follow_the_tables():
     """Fault: a claim judges another table, or the ratio the wrong way round."""
     found = study()

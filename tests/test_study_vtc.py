@@ -149,6 +149,7 @@ def test_each_verdict_can_fail_and_one_seed_is_enough(judge, case, spoil):
     assert not JUDGES[judge](runs).holds
 
 
+@pytest.mark.slow
 def test_the_study_runs():
     """Fault: a part of it is missing."""
     study = vtc.run(quick=True, progress=False)
