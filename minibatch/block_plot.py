@@ -7,8 +7,8 @@ is pale is allocated and empty.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,44 +17,18 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
+from minibatch.block_map import Unit, unit_size, units_of
 from minibatch.plot_style import MEMORY, OWNERS, SHARED
-from minibatch.trace import StepReport, Trace
+from minibatch.trace import Trace
 
 HALF = 0.44  # of the height of a cell, of a unit's 1
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A block or slot at the end of an iteration. ``owner``: the first of those who have it, None if it is only kept
-    for its prefix; ``filled``: share of its rows, 0 to 1; ``owners``: how many have it."""
-
-    owner: str | None
-    filled: float
-    owners: int
-
-
-def unit_size(trace: Trace) -> int:
-    """Rows of a block or slot; 0 if nobody ever held one."""
-    holdings = (holding for step in trace.steps for holding in step.kv.holdings if holding.units)
-    return next(((h.filled + h.reserved + h.fragmentation) // len(h.units) for h in holdings), 0)
-
-
-def units(step: StepReport, size: int) -> dict[int, Unit]:
-    """Every unit that somebody has, or that keeps a prefix."""
-    found = {unit: Unit(None, 1.0, 0) for unit in step.kv.idle}
-    for holding in step.kv.holdings:
-        for place, unit in enumerate(holding.units):
-            filled = min(max(holding.filled - place * size, 0), size) / size
-            before = found.get(unit, Unit(holding.request_id, 0.0, 0))
-            found[unit] = Unit(before.owner, max(filled, before.filled), before.owners + 1)
-    return found
-
-
 def spans(trace: Trace) -> list[tuple[int, float, float, Unit]]:
-    """(unit, left, right, what it was) for every stretch of iterations in which it stayed the same."""
+    """(unit, left, right, what it was) for every stretch of iterations in which it stayed the same, and not free."""
     size, done, now = unit_size(trace), [], {}
     for step in trace.steps:
-        new = units(step, size)
+        new = {unit: what for unit, what in enumerate(units_of(step, size)) if what.owners or what.idle}
         for unit, (left, what) in list(now.items()):
             if new.get(unit) != what:
                 done.append((unit, left, step.index - 0.5, what))
@@ -69,20 +43,24 @@ def draw(ax: Axes, trace: Trace) -> list[Patch]:
     """Paints the map, unit 0 at the bottom; returns what the legend has to explain."""
     order = list(dict.fromkeys(h.request_id for step in trace.steps for h in step.kv.holdings))
     colors = {request_id: OWNERS[place % len(OWNERS)] for place, request_id in enumerate(order)}
-    every = spans(trace)
-    held = [(*span, to_rgb(colors[span[3].owner])) for span in every if span[3].owner is not None]
+    every, size = spans(trace), unit_size(trace)
+    held = [(*span, to_rgb(colors[span[3].owners[0]])) for span in every if span[3].owners]
     _paint(ax, [(u, a, b, 1.0) for u, a, b, _, _ in held], [_pale(color) for *_, color in held])
-    _paint(ax, [(u, a, b, what.filled) for u, a, b, what, _ in held], [color for *_, color in held])
-    shared = [(u, a, b, 1.0) for u, a, b, what, _ in held if what.owners > 1]
+    _paint(ax, [(u, a, b, what.filled / size) for u, a, b, what, _ in held], [color for *_, color in held])
+    shared = [(u, a, b, 1.0) for u, a, b, what, _ in held if len(what.owners) > 1]
     _paint(ax, shared, "none", hatch=SHARED.hatch, edgecolors=SHARED.ink)
-    idle = [(u, a, b, 1.0) for u, a, b, what in every if what.owner is None]
+    idle = [(u, a, b, 1.0) for u, a, b, what in every if what.idle]
     _paint(ax, idle, MEMORY["cached"].color)
-    count = max(trace.steps[-1].kv.capacity // max(unit_size(trace), 1), 1)
+    count = max(trace.steps[-1].kv.capacity // max(size, 1), 1)
     ax.set_ylim(-0.5, count - 0.5)
     _label(ax, trace, count)
     grey = to_rgb("#888888")
     entries = [Patch(facecolor=grey, label="filled (a colour a request)")]
-    entries += [Patch(facecolor=_pale(grey), label="allocated, empty")] if any(s[3].filled < 1 for s in every) else []
+    entries += (
+        [Patch(facecolor=_pale(grey), label="allocated, empty")]
+        if any(what.filled < size for _, _, _, what, _ in held)
+        else []
+    )
     entries += [Patch(label=SHARED.label, **SHARED.patch)] if shared else []
     return entries + ([Patch(facecolor=MEMORY["cached"].color, label=MEMORY["cached"].label)] if idle else [])
 
@@ -113,10 +91,15 @@ def _label(ax: Axes, trace: Trace, count: int) -> None:
 
 
 def _firsts(trace: Trace) -> Iterator[tuple[str, int, float, float]]:
-    """(request, its first unit, from, to) of every stay."""
+    """(request, the first unit that it does not share, from, to) of every stay; if it shares all: its first."""
     now: dict[str, tuple[int, float]] = {}
     for step in trace.steps:
-        here = {h.request_id: h.units[0] for h in step.kv.holdings if h.units}
+        owners = Counter(unit for holding in step.kv.holdings for unit in holding.units)
+        here = {
+            h.request_id: next((unit for unit in h.units if owners[unit] == 1), h.units[0])
+            for h in step.kv.holdings
+            if h.units
+        }
         for request_id, (unit, left) in list(now.items()):
             if here.get(request_id) != unit:
                 yield request_id, unit, left, step.index - 0.5
@@ -130,5 +113,5 @@ def _firsts(trace: Trace) -> Iterator[tuple[str, int, float, float]]:
 def held_share(trace: Trace) -> float:
     """Of the rows in units that somebody had, the filled share, over all iterations; NaN if there were none."""
     size = unit_size(trace)
-    shares = [u.filled for step in trace.steps for u in units(step, size).values() if u.owner is not None]
+    shares = [unit.filled / size for step in trace.steps for unit in units_of(step, size) if unit.owners]
     return float(np.mean(shares)) if shares else float("nan")

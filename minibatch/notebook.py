@@ -55,7 +55,7 @@ def explore(draw: Callable[..., Picture], **choices: Sequence[Any]) -> Sliders |
     Raises ValueError if an argument has no default, or one that is not among the choices.
     """
     start = _defaults(draw, choices)
-    show(draw(**start))
+    show(draw(**start), inspect.getdoc(draw) or f"{draw.__name__}() with its defaults")
     try:
         import ipywidgets  # noqa: F401  whether it is there is the question
         from IPython.display import display

@@ -242,7 +242,9 @@ class PlanDraft:
 
 
 def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestState]:
-    """Who went without in the last iteration comes first in this one, so decodes beyond the budget take turns.
+    """Who went without in the last iteration comes first in this one, so decodes beyond the budget take turns: of R
+    decodes and a budget of B nobody waits longer than ceil(R / B) iterations. Ties go to who came first, who may so run
+    more often than others.
 
     While the budget covers all of them, this is the order they came in.
     """

@@ -18,6 +18,7 @@ from matplotlib.ticker import AutoLocator, MaxNLocator, NullLocator, StrMethodFo
 
 from minibatch import block_plot, curves_plot, membership_plot
 from minibatch.accounting import memory, work
+from minibatch.block_map import unit_size
 from minibatch.latency_plot import PANELS, draw_latency
 from minibatch.metrics import steps_table
 from minibatch.plot_style import (
@@ -71,7 +72,7 @@ def token_budget(trace: Trace, ax: Axes | None = None) -> Axes:
 
 def blocks(trace: Trace, ax: Axes | None = None) -> Axes:
     """Who has which physical block (or slot) in which iteration, after its forward, and how far it is filled."""
-    count = trace.steps[-1].kv.capacity // max(block_plot.unit_size(trace), 1) if trace.steps else 0
+    count = trace.steps[-1].kv.capacity // max(unit_size(trace), 1) if trace.steps else 0
     return _single(trace, ax, min(max(1.6 + 0.2 * count, 2.0), 10), _blocks)
 
 
@@ -166,7 +167,7 @@ def _limits(traces: Iterable[Trace]) -> Limits:
 
 def _blocks(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
     unit = "slot" if str(trace.meta.get("kv_cache")).startswith("Contiguous") else "block"
-    size = block_plot.unit_size(trace)
+    size = unit_size(trace)
     says = f"{unit}s of {counted(size, 'token')}, {block_plot.held_share(trace):.0%} of what is held is filled"
     _tidy(ax, trace, name, says + _preemptions(trace), f"physical {unit}")
     if trace.steps:
