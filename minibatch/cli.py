@@ -27,6 +27,8 @@ from minibatch import (
     bench_scale,
     bench_simulation,
     bench_swap,
+    cli_figures,
+    cli_player,
     cli_simulation,
     compare,
     compare_report,
@@ -90,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_generate(commands)
     _add_explain(commands)
+    cli_player.add(commands)
     cli_simulation.add(commands)
+    cli_figures.add(commands)
     _add_bench(commands)
     return parser
 

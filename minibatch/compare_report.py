@@ -62,7 +62,7 @@ def save_runs(traces: Mapping[str, Trace], directory: Path) -> list[Path]:
     paths = []
     for name, figure in plots.compare_figures(traces).items():
         paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=150)
+        plots.save(figure, paths[-1])
     for name, trace in traces.items():
         paths.append(directory / f"{name}.trace.jsonl")
         trace.save(paths[-1])

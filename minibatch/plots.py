@@ -34,6 +34,7 @@ from minibatch.plot_style import (
     new_axes,
     nothing,
     save,
+    sign,
     tidy,
 )
 from minibatch.trace import Trace, counted
@@ -113,6 +114,8 @@ def latencies(traces: Trace | Mapping[str, Trace], ax: np.ndarray | None = None)
         axes = np.asarray(axes).reshape(-1)
         for panel, (measure, title) in zip(axes, PANELS.items(), strict=True):
             draw_latency(panel, traces, measure, title)
+        if ax is None:
+            sign(axes[0].figure, footer(traces.values()))
     return axes
 
 
@@ -126,13 +129,8 @@ def compare_figures(traces: Mapping[str, Trace]) -> dict[str, Figure]:
         "latency": latencies(traces)[0].figure,
     }
     for figure in figures.values():
-        _sign(figure, traces.values())
+        sign(figure, footer(traces.values()))
     return figures
-
-
-def _sign(figure: Figure, traces: Iterable[Trace]) -> None:
-    """Says under the picture whether its numbers are measured or simulated, and how they came about."""
-    figure.supxlabel(footer(traces), fontsize=7, color="#666666", x=0.01, ha="left", wrap=True)
 
 
 def _single(trace: Trace, ax: Axes | None, height: float, draw: Callable[[Axes, Trace, str, Limits], None]) -> Axes:
@@ -142,7 +140,7 @@ def _single(trace: Trace, ax: Axes | None, height: float, draw: Callable[[Axes, 
         if ax.get_legend() is None:
             legend(ax, [ax])
         if fresh:  # a figure of the caller's is the caller's to sign
-            _sign(ax.figure, [trace])
+            sign(ax.figure, footer([trace]))
     return ax
 
 
@@ -226,7 +224,8 @@ def _token_budget(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
         ax.set_xlim(limits)
         if steps["num_tokens"].max() > 4 * LINEAR:
             ax.set_yscale("symlog", linthresh=LINEAR, linscale=1.2)
-            ticks = [tick for tick in LOG_TICKS if tick <= 2 * steps["num_tokens"].max()]
+            highest = np.fmax(steps["num_tokens"].max(), np.fmax.reduce(steps["token_budget"].to_numpy()))
+            ticks = [tick for tick in LOG_TICKS if tick <= 1.6 * highest]
             ax.set_yticks(ticks if len(ticks) <= 12 else [*ticks[:3], *ticks[3::2]])  # room for each
             ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             ax.yaxis.set_minor_locator(NullLocator())

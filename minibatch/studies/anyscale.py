@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.accounting import work
 from minibatch.arrival_processes import AllAtOnce
@@ -259,6 +260,10 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     runs = {key: found[place * number : (place + 1) * number] for place, key in enumerate(keys)}
     table, parts = ladder(runs), split(runs)
     what = f"{n} requests at once, prompts {PROMPT}, answers exponential({MEAN}), seeds {seeds[0]} to {seeds[-1]}"
+    data, footer = (
+        {"rungs": table.reset_index(), "steps": parts.reset_index()},
+        f"simulated: OPT-13B, A100-40GB; {what}",
+    )
     return Study(
         name="anyscale",
         title="Anyscale: the ladder from static batching to paged continuous batching",
@@ -275,8 +280,15 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
         ],
         differences=DIFFERENCES,
         tables={"Throughput by cap and rung": table, "What each step brings, as a factor": parts},
-        figure=draw(table, parts, LOWEST, PUBLISHED["paged"], f"simulated: OPT-13B, A100-40GB; {what}"),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
     )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    table, parts = data["rungs"].set_index(["cap", "rung"]), data["steps"].set_index("cap")
+    return draw(table, parts, LOWEST, PUBLISHED["paged"], footer)
 
 
 DIFFERENCES = (

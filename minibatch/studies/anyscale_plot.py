@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minibatch.plot_style import DPI, SMALL, tidy
+from minibatch.plot_style import RC, SERIES, SHADES, SMALL, new_figure, sign, tidy
 
-COLORS = {"whole set": "#999999", "static": "#D55E00", "iteration": "#0072B2", "paged": "#009E73"}
 NAMES = {
     "whole set": "static, to the longest of all",
     "static": "static, to its own longest",
@@ -19,25 +19,24 @@ NAMES = {
 }
 
 
+@mpl.rc_context(RC)
 def draw(table: pd.DataFrame, parts: pd.DataFrame, lowest: float, highest: float, footer: str) -> Figure:
     """``lowest``: published tokens/s of the lowest rung, at the highest cap; ``highest``: the published factor."""
-    figure = Figure(figsize=(9.6, 4.6), dpi=DPI, layout="constrained")
+    figure = new_figure(4.6)
     left, right = figure.subplots(1, 2)
     _rates(left, table, lowest)
     _split(right, parts, highest)
-    figure.supxlabel(footer, fontsize=SMALL - 1, color="#555555", x=0.01, ha="left")
+    sign(figure, footer)
     return figure
 
 
 def _rates(ax: Axes, table: pd.DataFrame, lowest: float) -> None:
     caps = table.index.unique("cap")
     places = range(len(caps))
-    for rung in NAMES:
+    for (rung, name), look in zip(NAMES.items(), SERIES, strict=True):
         rates = table.xs(rung, level="rung").loc[caps]
-        ax.errorbar(places, rates["tokens/s"], rates["±"], marker="o", markersize=4, capsize=3, color=COLORS[rung])
-        ax.text(
-            places[-1] + 0.1, rates["tokens/s"].iloc[-1], NAMES[rung], fontsize=SMALL, va="center", color=COLORS[rung]
-        )
+        ax.errorbar(places, rates["tokens/s"], rates["±"], markersize=4, capsize=3, **look)
+        ax.text(places[-1] + 0.1, rates["tokens/s"].iloc[-1], name, fontsize=SMALL, va="center")
     ax.plot(places[-1], lowest, "kx", markersize=7)
     ax.text(places[-1] - 0.1, lowest, "published: 81", fontsize=SMALL, ha="right", va="center")
     tidy(
@@ -54,14 +53,14 @@ def _rates(ax: Axes, table: pd.DataFrame, lowest: float) -> None:
 
 
 def _split(ax: Axes, parts: pd.DataFrame, highest: float) -> None:
-    looks = {"harness": "#D55E00", "mechanism": "#0072B2", "memory": "#009E73", "left": "#DDDDDD"}
+    looks = dict(zip(("harness", "mechanism", "memory", "left"), (*SHADES[1:], "white"), strict=True))
     for place, (_, row) in enumerate(parts.iterrows()):
         bottom = 1.0
         for name, color in looks.items():
             factor = row[name]
             if math.isnan(factor) or factor <= 1:
                 continue
-            ax.bar(place, bottom * (factor - 1), 0.62, bottom, color=color)
+            ax.bar(place, bottom * (factor - 1), 0.62, bottom, color=color, edgecolor="#777777", linewidth=0.5)
             if factor > 1.12:
                 ax.text(
                     place,
@@ -70,7 +69,7 @@ def _split(ax: Axes, parts: pd.DataFrame, highest: float) -> None:
                     ha="center",
                     va="center",
                     fontsize=SMALL,
-                    color="black" if name == "left" else "white",
+                    color="black" if name in ("harness", "left") else "white",
                 )
             bottom *= factor
     ax.axhline(highest, color="black", linewidth=1, linestyle=":")
@@ -82,7 +81,7 @@ def _split(ax: Axes, parts: pd.DataFrame, highest: float) -> None:
         "left: kernels and all else",
     )
     for color, label in zip(looks.values(), labels, strict=True):
-        ax.bar(0, 0, color=color, label=label)
+        ax.bar(0, 0, color=color, edgecolor="#777777", linewidth=0.5, label=label)
     tidy(ax, "What the 23 is made of (simulated)", "cap on the answers, tokens", "times the lowest rung")
     ax.set_yscale("log")
     ax.set_ylim(1, 30)

@@ -28,6 +28,7 @@ regimes are judged by requests/s at the limit, as FastGen publishes them, no lon
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.studies.negative_plot import draw
 from minibatch.studies.negative_runs import (
@@ -166,6 +167,9 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     runs = Runs(n, seeds, progress)
     load, equal, chunks = low_load(runs, loads), equal_lengths(runs), chunking(runs, shares)
     what = f"{n} requests a run, seeds {seeds[0]} to {seeds[-1]}"
+    tables = {"load": load, "equal": equal, "waits": chunks.waits, "gains": chunks.gains}
+    data = {name: table.reset_index() for name, table in tables.items()}
+    footer = f"simulated: {OPT.name} (top), {LLAMA.name} (bottom); {what}"
     return Study(
         name="negative",
         title="Where continuous batching gains nothing, and where chunking only moves the wait",
@@ -186,8 +190,15 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
             f"Chunking: waits at {AT:g} of saturation, ratios over prompts first": chunks.waits,
             "Chunking: requests/s at the limit on mean latency, gain over prompts first": chunks.gains,
         },
-        figure=draw(load, equal, chunks, f"simulated: {OPT.name} (top), {LLAMA.name} (bottom); {what}"),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
     )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    chunks = Chunking(*(data[name].set_index(["prompt + answer", "scheduler"]) for name in ("waits", "gains")))
+    return draw(data["load"].set_index("load"), data["equal"].set_index("lengths"), chunks, footer)
 
 
 DIFFERENCES = (

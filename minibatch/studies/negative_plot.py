@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from minibatch.plot_style import DPI, SMALL, TOKENS, tidy
+from minibatch.plot_style import RC, SERIES, SHADES, SMALL, TOKENS, new_figure, sign, tidy
 from minibatch.studies.negative_runs import CUT, Chunking
 
-COLORS = {"prompts first": "#999999", "prompts whole": "#E69F00", "cut, 2048": "#56B4E9", "cut, 512": "#0072B2"}
+SCHEDULERS = ("prompts first", "prompts whole", "cut, 2048", "cut, 512")
 
 
+@mpl.rc_context(RC)
 def draw(load: pd.DataFrame, equal: pd.DataFrame, chunks: Chunking, footer: str) -> Figure:
-    figure = Figure(figsize=(9.6, 7.2), dpi=DPI, layout="constrained")
+    figure = new_figure(7.2)
     (top_left, top_right), (left, right) = figure.subplots(2, 2)
     _load(top_left, load)
     _equal(top_right, equal)
     _waits(left, chunks.waits)
     _throughput(right, chunks)
-    figure.supxlabel(footer, fontsize=SMALL - 1, color="#555555", x=0.01, ha="left")
+    sign(figure, footer)
     return figure
 
 
 def _load(ax: Axes, load: pd.DataFrame) -> None:
-    for name, color in (("throughput", "#009E73"), ("mean latency", "#0072B2"), ("mean TTFT", "#E69F00")):
-        ax.errorbar(
-            load.index, load[name], load[f"{name} ±"], marker="o", markersize=4, capsize=3, color=color, label=name
-        )
+    for name, look in zip(("mean TTFT", "mean latency", "throughput"), SERIES[1:], strict=True):
+        ax.errorbar(load.index, load[name], load[f"{name} ±"], markersize=4, capsize=3, label=name, **look)
     _one(ax)
     tidy(ax, "Low load: nothing to gain (simulated)", "load: arrival rate x time alone", "continuous / static")
     ax.set_xscale("log")
@@ -41,7 +41,7 @@ def _load(ax: Axes, load: pd.DataFrame) -> None:
 
 def _equal(ax: Axes, equal: pd.DataFrame) -> None:
     places = np.arange(len(equal))
-    ax.bar(places, equal["throughput"], 0.6, color="#0072B2", yerr=equal["throughput ±"], capsize=3)
+    ax.bar(places, equal["throughput"], 0.6, color=SHADES[1], yerr=equal["throughput ±"], capsize=3)
     for place, (_, row) in zip(places, equal.iterrows(), strict=True):
         ax.text(
             place,
@@ -61,9 +61,9 @@ def _equal(ax: Axes, equal: pd.DataFrame) -> None:
 
 
 def _waits(ax: Axes, waits: pd.DataFrame) -> None:
-    for who, color in COLORS.items():
-        rows = waits.xs(who, level="scheduler")
-        ax.plot(rows["P50 TTFT, s"], rows["P99 TBT, s"], "o", color=color, markersize=7, label=who)
+    for who, look in zip(SCHEDULERS, SERIES, strict=True):
+        rows, dots = waits.xs(who, level="scheduler"), {**look, "linestyle": "none"}
+        ax.plot(rows["P50 TTFT, s"], rows["P99 TBT, s"], markersize=7, label=who, **dots)
     for regime in waits.index.get_level_values(0).unique():
         rows = waits.loc[regime]
         ax.plot(rows["P50 TTFT, s"], rows["P99 TBT, s"], "-", color="#BBBBBB", linewidth=1, zorder=0)
@@ -85,8 +85,8 @@ def _throughput(ax: Axes, chunks: Chunking) -> None:
     cut, gains = (table.xs(CUT, level="scheduler") for table in chunks)
     places = np.arange(len(cut))
     bars = (
-        (-0.2, cut["full, ratio"], cut["full ±"], "#009E73", "when all requests wait"),
-        (0.2, gains["gain"], gains["gain ±"], "#E69F00", "at the limit on mean latency"),
+        (-0.2, cut["full, ratio"], cut["full ±"], SHADES[0], "when all requests wait"),
+        (0.2, gains["gain"], gains["gain ±"], SHADES[1], "at the limit on mean latency"),
     )
     for shift, values, half, color, label in bars:
         ax.bar(places + shift, values, 0.36, yerr=half, capsize=3, color=color, label=label)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.arrival_processes import AllAtOnce, ArrivalProcess, Evenly, Poisson
 from minibatch.continuous_batching import ContinuousBatching
@@ -137,6 +138,16 @@ def _all(calls: Sequence[tuple], n: int, progress: bool) -> list[Point]:
     return run_all(measure, arguments, progress=progress)
 
 
+def sweep_table(sweeps: Sweeps, lengths: str) -> pd.DataFrame:
+    """A row a contender and rate, ascending: means over the seeds of the throughput, and of the latency as a multiple
+    of that of a request alone."""
+    points = {
+        who: np.mean(several, axis=0) / (1.0, sweeps.alone[lengths]) for who, several in sweeps.points[lengths].items()
+    }
+    rows = [(*who, *point) for who, several in points.items() for point in several]
+    return pd.DataFrame(rows, columns=["scheduler", "batch", "requests/s", "latency, x alone"])
+
+
 def ratio_table(sweeps: Sweeps, lengths: str) -> pd.DataFrame:
     """Index: limits as multiples. Columns: each contender's throughput, and the ratios, mean ± half of an interval over
     seeds; ``lowest``: the smallest ratio over any baseline, of any seed."""
@@ -236,6 +247,10 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     tables = {lengths: ratio_table(sweeps, lengths) for lengths in LENGTHS}
     batches = batch_table(sweeps)
     what = f"{n} requests a run, seeds {seeds[0]} to {seeds[-1]}"
+    ratios = pd.concat(tables, names=["lengths"])[["published", "same"]].reset_index()
+    data = {"sweep": sweep_table(sweeps, "unequal"), "ratios": ratios}
+    drawn = f"prompts 32 to {PROMPT}, answers 1 to {ANSWER} (equal: 272, 64), Poisson"
+    footer = f"simulated: OPT-13B, A100-40GB; {drawn}; {what}"
     return Study(
         name="orca",
         title="Orca: iteration-level against request-level scheduling",
@@ -255,15 +270,15 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
             "The same, equal lengths": tables["equal"].iloc[::3],
             "Requests/s when all wait, same maximum batch": batches,
         },
-        figure=draw(
-            {who: np.mean(several, axis=0) for who, several in sweeps.points["unequal"].items()},
-            sweeps.alone["unequal"],
-            tables,
-            LIMIT,
-            f"simulated: OPT-13B, A100-40GB; prompts 32 to {PROMPT}, answers 1 to {ANSWER} (equal: 272, 64), Poisson; "
-            f"{what}",
-        ),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
     )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    sweeps = data["sweep"].set_index(["scheduler", "batch"])
+    return draw(sweeps, data["ratios"].set_index(["lengths", "limit, x alone"]), LIMIT, footer)
 
 
 DIFFERENCES = (

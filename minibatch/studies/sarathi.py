@@ -26,6 +26,7 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.arrival_processes import Poisson
 from minibatch.capacity import Capacity, highest_rate
@@ -140,6 +141,23 @@ def capacity_table(found: dict[str, list[dict[str, Capacity]]]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["system", "limit"])
 
 
+def rate_table(found: dict[str, list[dict[str, Capacity]]], names: Sequence[str]) -> pd.DataFrame:
+    """The same by seed, of these systems."""
+    rows = [(name, x, k, rate_of(c[x])) for name in names for x in LIMITS for k, c in enumerate(found[name])]
+    return pd.DataFrame(rows, columns=["system", "limit", "run", "requests/s"])
+
+
+def gap_table(traces: dict[str, Trace]) -> pd.DataFrame:
+    """The times between iterations that decode, in the window that is drawn: what each request that decodes waits for
+    its next token."""
+    rows = []
+    for name, trace in traces.items():
+        ends = [counts.end for counts in trace.counts if counts.decode]
+        gaps = zip(ends[1:], np.diff(ends).tolist(), strict=True)
+        rows += [(name, end, gap) for end, gap in gaps if DRAWN.start <= end <= DRAWN.stop]
+    return pd.DataFrame(rows, columns=["system", "time, s", "TBT, s"])
+
+
 def rate_of(capacity: Capacity) -> float:
     return capacity.passed or capacity.failed
 
@@ -224,7 +242,11 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     )
     shown = int(1.5 * DRAWN.rate * DRAWN.stop)
     traces = run_all(served, [(name, "strict", shown, DRAWN.rate, seeds[0]) for name in names[:3]], progress=progress)
-    drawn = dict(zip(names, traces, strict=False))
+    data = {"gaps": gap_table(dict(zip(names, traces, strict=False))), "capacity": rate_table(found, names[:3])}
+    footer = (
+        f"simulated: Mistral-7B, A100-80GB; lognormal lengths, {n} requests a run, {number} seed"
+        f"{'' if number == 1 else 's'} from {seeds[0]}; chunks of 512 (strict) and 2,048 (relaxed)"
+    )
     return Study(
         name="sarathi",
         title="Sarathi-Serve: capacity under a limit on the time between tokens",
@@ -240,14 +262,15 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
             "Chunked over the others, mean of the seeds": _gains(found),
             f"Longest TBT of {DECODES} decodes when a prompt comes, over {1000 * alone:.1f} ms": stalls,
         },
-        figure=draw(
-            {name: {x: [rate_of(c[x]) for c in found[name]] for x in LIMITS} for name in drawn},
-            drawn,
-            LIMITS,
-            DRAWN,
-            f"simulated: Mistral-7B, A100-80GB; lognormal lengths, {n} requests a run, "
-            f"{number} seed{'' if number == 1 else 's'} from {seeds[0]}; chunks of 512 (strict) and 2,048 (relaxed)",
-        ),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
+    )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    return draw(
+        data["gaps"].set_index("system"), data["capacity"].set_index(["system", "limit"]), LIMITS, DRAWN, footer
     )
 
 

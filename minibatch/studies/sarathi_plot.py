@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
+import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minibatch.plot_style import DPI, SMALL, tidy
-from minibatch.trace import Trace
+from minibatch.plot_style import RC, SHADES, SMALL, new_figure, sign, tidy
 
-COLORS = {"prefill first": "#D55E00", "mixed, uncut": "#E69F00", "chunked": "#0072B2"}
+COLORS = dict(zip(("prefill first", "mixed, uncut", "chunked"), SHADES[1:], strict=True))
 
 
 class Window(NamedTuple):
@@ -22,44 +23,36 @@ class Window(NamedTuple):
     rate: float
 
 
+@mpl.rc_context(RC)
 def draw(
-    rates: dict[str, dict[str, list[float]]],
-    traces: dict[str, Trace],
-    limits: dict[str, float],
-    window: Window,
-    footer: str,
+    gaps: pd.DataFrame, capacity: pd.DataFrame, limits: Mapping[str, float], window: Window, footer: str
 ) -> Figure:
-    """``rates``: capacity by system and limit, one a seed; ``limits``: by name, seconds of TBT."""
-    figure = Figure(figsize=(9.6, 5.2), dpi=DPI, layout="constrained")
-    names = list(traces)
+    """``gaps``: by system, when an iteration that decodes ends, and for how long none had; ``capacity``: requests a
+    second by system and limit, a row a seed; ``limits``: by name, seconds of TBT."""
+    figure = new_figure(5.2)
+    names = list(COLORS)
     axes = figure.subplot_mosaic([[name, "capacity"] for name in names], width_ratios=[1.5, 1])
     for name in names:
-        _gaps(axes[name], name, traces[name], window, min(limits.values()))
+        _gaps(axes[name], name, gaps.loc[name], window, min(limits.values()))
         axes[name].sharex(axes[names[-1]])
-    axes[names[0]].set_title(
-        f"A prompt computed whole stalls everybody, {window.rate:g} requests/s", loc="left", fontsize=10
-    )
+    title = f"A prompt computed whole stalls everybody, {window.rate:g} requests/s"
+    axes[names[0]].set_title(title, loc="left", fontsize=10)
     axes[names[-1]].set_xlabel("simulated time, s", fontsize=9)
-    _bars(axes["capacity"], rates, limits)
-    figure.supxlabel(footer, fontsize=SMALL - 1, color="#555555", x=0.01, ha="left")
+    _bars(axes["capacity"], capacity, limits)
+    sign(figure, footer)
     return figure
 
 
-def _gaps(ax: Axes, name: str, trace: Trace, window: Window, limit: float) -> None:
-    """The time between iterations that decode: what each request that decodes waits for its next token."""
-    ends = np.array([counts.end for counts in trace.counts if counts.decode])
-    waits, ends = np.diff(ends), ends[1:]
-    inside = (ends >= window.start) & (ends <= window.stop)
-    ax.vlines(ends[inside], 0, waits[inside], color=COLORS[name], linewidth=0.8)
+def _gaps(ax: Axes, name: str, gaps: pd.DataFrame, window: Window, limit: float) -> None:
+    """A line for each token that somebody waits for, as high as the wait is long."""
+    ax.vlines(gaps["time, s"], 0, gaps["TBT, s"], color=COLORS[name], linewidth=0.8)
     ax.axhline(limit, color="black", linewidth=1, linestyle="--")
     tidy(ax, "", "", "TBT, s")
     ax.set_title("")
     ax.set_xlim(window.start, window.stop)
     ax.set_ylim(0, 1.5)
-    worst = waits[inside].max() if inside.any() else 0.0
-    label = f"{name}: longest {worst:.2f} s" + (
-        f" (dashed: strict limit, {limit:g} s)" if name == next(iter(COLORS)) else ""
-    )
+    label = f"{name}: longest {gaps['TBT, s'].max():.2f} s"
+    label += f" (dashed: strict limit, {limit:g} s)" if name == next(iter(COLORS)) else ""
     ax.text(
         0.01,
         0.86,
@@ -70,14 +63,14 @@ def _gaps(ax: Axes, name: str, trace: Trace, window: Window, limit: float) -> No
     )
 
 
-def _bars(ax: Axes, found: dict[str, dict[str, list[float]]], limits: dict[str, float]) -> None:
-    for number, name in enumerate(found):
+def _bars(ax: Axes, capacity: pd.DataFrame, limits: Mapping[str, float]) -> None:
+    for number, name in enumerate(COLORS):
         for place, limit in enumerate(limits):
-            rates = found[name][limit]
+            rates = capacity.loc[[(name, limit)], "requests/s"]
             x = place + (number - 1) * 0.28
-            ax.bar(x, np.mean(rates), width=0.25, color=COLORS[name], label=name if not place else "_")
-            ax.plot([x] * len(rates), rates, "o", color="black", markersize=3)
-            ax.text(x, max(rates) + 0.08, f"{np.mean(rates):.2f}", ha="center", fontsize=SMALL)
+            ax.bar(x, rates.mean(), width=0.25, color=COLORS[name], label=name if not place else "_")
+            ax.plot([x] * len(rates), rates, "o", color="black", markersize=4, markeredgecolor="white")
+            ax.text(x, max(rates) + 0.08, f"{rates.mean():.2f}", ha="center", fontsize=SMALL)
     tidy(ax, "Capacity under a limit on the P99 TBT", "", "requests/s (dots: seeds)")
     ax.set_xticks(range(len(limits)), [f"{limit}: {seconds:g} s" for limit, seconds in limits.items()])
     ax.set_ylim(0, None)

@@ -10,9 +10,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+
+from minibatch.plot_style import save
 
 WIDTH = 100  # columns of the terminal
 
@@ -37,6 +40,8 @@ class Study:
     """``setting``      model, hardware, workload, policies, seeds: all that the numbers depend on
     ``differences``  from the published experiment, each in one sentence
     ``tables``       the numbers, by title
+    ``data``         what the figure is drawn from, by a short name: flat tables, equal after a way through CSV files
+    ``footer``       the line under the figure
     ``figure``       None only while there is nothing to draw
     """
 
@@ -47,6 +52,8 @@ class Study:
     claims: Sequence[Claim]
     differences: Sequence[str]
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    data: dict[str, pd.DataFrame] = field(default_factory=dict)
+    footer: str = ""
     figure: Figure | None = None
 
     def describe(self) -> str:
@@ -62,6 +69,13 @@ class Study:
         parts.append("What is different here:\n" + "\n".join(_wrap(f"- {text}", "  ") for text in self.differences))
         return "\n\n".join(parts)
 
+    def facts(self) -> dict[str, Any]:
+        """What the tables do not say, ready for ``json.dump``."""
+        names = ("title", "source", "setting", "footer")
+        said = ("claim", "conditions", "published", "ours", "verdict")
+        claims = [{name: getattr(claim, name) for name in said} for claim in self.claims]
+        return {**{name: getattr(self, name) for name in names}, "claims": claims, "differences": [*self.differences]}
+
     def save(self, directory: Path) -> list[Path]:
         """Writes the text, the numbers and the figure; returns their paths."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +86,7 @@ class Study:
             table.to_csv(paths[-1])
         if self.figure is not None:
             paths.append(directory / f"{self.name}.png")
-            self.figure.savefig(paths[-1], dpi=150)
+            save(self.figure, paths[-1])
         return paths
 
 

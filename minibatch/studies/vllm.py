@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.arrival_processes import AllAtOnce
 from minibatch.continuous_batching import ContinuousBatching
@@ -213,6 +214,11 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     names, pages = [*PUBLISHED, UNCAPPED], [f"blocks of {size}" for size in sizes]
     table = summarise(names, _run(names, n, all_seeds, progress))
     blocks = summarise(pages, _run(pages, n, all_seeds[:of_blocks], progress)).set_axis(sizes).rename_axis("rows")
+    data = {"memory": table.reset_index(), "blocks": blocks.reset_index()}
+    footer = (
+        f"simulated: OPT-13B, A100-40GB; {n} requests at once, {seeds} seeds from {1000 * seed}; exponential lengths, "
+        f"means {PROMPT:g} + {OUTPUT:g}"
+    )
     pairs = lengths(n, 1000 * seed)
     what = (
         f"{n} requests, all at once; exponential lengths of means {PROMPT} and {OUTPUT}, pairs above {CONTEXT:,} drawn "
@@ -233,14 +239,14 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
         ],
         differences=DIFFERENCES,
         tables={"Memory and batch, by reservation": table, "Paged memory, by rows a block": blocks},
-        figure=draw(
-            table,
-            blocks,
-            PUBLISHED,
-            f"simulated: OPT-13B, A100-40GB; {n} requests at once, "
-            f"{seeds} seeds from {1000 * seed}; exponential lengths, means {PROMPT:g} + {OUTPUT:g}",
-        ),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
     )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    return draw(data["memory"].set_index("memory"), data["blocks"].set_index("rows"), PUBLISHED, footer)
 
 
 def _run(names: Sequence[str], n: int, seeds: Sequence[int], progress: bool) -> list[list[Means]]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minibatch.plot_style import DPI, MEMORY, SMALL, Look, tidy
+from minibatch.plot_style import MEMORY, RC, SHADES, SMALL, new_figure, sign, tidy
 
 Published = Mapping[str, Sequence[float]]
 
 
+@mpl.rc_context(RC)
 def draw(table: pd.DataFrame, blocks: pd.DataFrame, published: Published, footer: str) -> Figure:
     """``table``, ``blocks``: shares and batches by kind of memory, and by rows a block; ``published``: batch and share
     of token states by kind, of those that are drawn."""
-    figure = Figure(figsize=(9.6, 5.4), dpi=DPI, layout="constrained")
+    figure = new_figure(5.4)
     axes = figure.subplot_mosaic([["bars", "batch"], ["bars", "waste"]], width_ratios=[1.55, 1])
     _bars(axes["bars"], table, published)
-    _curve(
-        axes["batch"], blocks["batch"], "Large blocks hold fewer requests", "requests at a time", MEMORY["filled"].color
-    )
+    _curve(axes["batch"], blocks["batch"], "Large blocks hold fewer requests", "requests at a time", SHADES[-1])
     axes["batch"].set_ylim(0, 1.12 * blocks["batch"].max())
     _curve(
         axes["waste"], blocks["waste"], "Waste: half of the last block", "rows a request", MEMORY["fragmentation"].color
@@ -30,16 +31,16 @@ def draw(table: pd.DataFrame, blocks: pd.DataFrame, published: Published, footer
     axes["waste"].plot(blocks.index, (blocks.index - 1) / 2, "k:", linewidth=1.2)
     axes["waste"].text(3, 70, "dotted: (B − 1)/2", fontsize=SMALL)
     axes["waste"].set_xlabel("rows a block, B", fontsize=9)
-    figure.supxlabel(footer, fontsize=SMALL - 1, color="#555555", x=0.01, ha="left")
+    sign(figure, footer)
     return figure
 
 
 def _bars(ax: Axes, table: pd.DataFrame, published: Published) -> None:
     parts = {
         "filled": MEMORY["filled"],
-        "reserved": Look("reserved, filled later", MEMORY["reserved"].color, "////", "#8A8000"),
-        "fragmentation": Look("lost inside chunks and blocks", MEMORY["fragmentation"].color, "xxxx", "#6B2A00"),
-        "free": Look("free, mostly in pieces too small", MEMORY["free"].color),
+        "reserved": replace(MEMORY["reserved"], label="reserved, filled later"),
+        "fragmentation": replace(MEMORY["fragmentation"], label="lost inside chunks and blocks"),
+        "free": replace(MEMORY["free"], label="free, mostly in pieces too small"),
     }
     names = list(published)
     bottom = np.zeros(len(names))

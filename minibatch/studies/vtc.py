@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from minibatch.arrival_processes import ArrivalProcess, OnOff, Poisson
 from minibatch.continuous_batching import ContinuousBatching
@@ -46,6 +47,7 @@ CAPACITY, LONGEST = 10_000, 512  # tokens of K/V, and of a prompt
 INPUT, OUTPUT = 1.0, 2.0  # service a token
 COUNTERS = max(INPUT * LONGEST, OUTPUT * CAPACITY) + INPUT  # U, and our one token more
 SERVICES = 2 * COUNTERS
+POINTS = 500  # of a line in the figure
 ORDERS: dict[str, Callable[[], Order]] = {"FCFS": FCFS, "VTC": Fair, "no lift": lambda: Fair(lift=False)}
 TWO, UNEQUAL, THREE, ON_OFF, LATE = "two clients", "unequal lengths", "three clients", "on and off", "one comes late"
 CASES = [*((suite, order) for suite in (TWO, UNEQUAL, THREE, ON_OFF) for order in ("FCFS", "VTC"))]
@@ -250,11 +252,31 @@ def tabulate(runs: Runs) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index(["suite", "order", "client"])
 
 
+def over_time(runs: Runs, suite: str, orders: Sequence[str], since: float = 0.0) -> pd.DataFrame:
+    """The services of the first seed's run, at no more than ``POINTS`` of the events from ``since`` on."""
+    parts = []
+    for order in orders:
+        served = runs[suite, order][0]
+        inside = np.flatnonzero(served.times >= since)
+        shown = inside[np.unique(np.linspace(0, len(inside) - 1, POINTS).astype(int))]
+        columns = {"time, s": served.times[shown], **{name: served.service[name][shown] for name in "ab"}}
+        parts.append(pd.DataFrame({"order": order, **columns}))
+    return pd.concat(parts, ignore_index=True)
+
+
 def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
     minutes, number = (2.0, 1) if quick else (6.0, 3)
     seeds, since = [1000 * seed + k for k in range(number)], 20 * minutes
     found = run_all(serve, [(*case, minutes, s) for case in CASES for s in seeds], progress=progress)
     runs = {case: found[i * number : (i + 1) * number] for i, case in enumerate(CASES)}
+    data = {
+        "together": over_time(runs, TWO, ("FCFS", "VTC")),
+        "late": over_time(runs, LATE, ("no lift", "VTC"), since),
+    }
+    footer = (
+        f"simulated: Llama-2-7B, A10G, K/V of {CAPACITY:,} tokens; 256 / 256 tokens, Poisson, seed {seeds[0]}; "
+        "service: 1 an input token, 2 an output token"
+    )
     return Study(
         name="vtc",
         title="VTC: two clients, one of which asks for twice as much",
@@ -266,15 +288,14 @@ def run(seed: int = 0, quick: bool = False, progress: bool = True) -> Study:
         claims=[fcfs_claim(runs), bound_claim(runs), work_claim(runs), isolation_claim(runs), lift_claim(runs, since)],
         differences=DIFFERENCES,
         tables={"Service by client, mean of the seeds": tabulate(runs)},
-        figure=draw(
-            {order: runs[TWO, order][0] for order in ("FCFS", "VTC")},
-            {order: runs[LATE, order][0] for order in ("no lift", "VTC")},
-            since,
-            SERVICES,
-            f"simulated: Llama-2-7B, A10G, K/V of {CAPACITY:,} tokens; 256 / 256 tokens, Poisson, "
-            f"seed {seeds[0]}; service: 1 an input token, 2 an output token",
-        ),
+        data=data,
+        footer=footer,
+        figure=figure(data, footer),
     )
+
+
+def figure(data: dict[str, pd.DataFrame], footer: str) -> Figure:
+    return draw(data["together"].set_index("order"), data["late"].set_index("order"), SERVICES, footer)
 
 
 DIFFERENCES = (
