@@ -169,13 +169,16 @@ def make(
     ``measure``  first take a new measured run (``minibatch compare``, with the default weights)
     ``redraw``   run no study: draw from the tables that are there
 
-    Raises ValueError for a name that does not exist, for nothing to measure, and for data that are not there.
+    Raises ValueError for a name that does not exist, for nothing to measure, for data that are not there, and for a
+    directory with a README.md that is not the one written here.
     """
     how = How(directory / DATA, redraw, progress)
-    wanted = chosen(names)
+    wanted, readme = chosen(names), directory / "README.md"
+    if readme.exists() and not readme.read_text(encoding="utf-8").startswith(_HEAD[: _HEAD.index("each")]):
+        raise ValueError(f"{readme} is there and is not ours: choose another directory")
     _check(wanted, how, measure)
     how.data.mkdir(parents=True, exist_ok=True)
-    (directory / "README.md").write_text(describe(), encoding="utf-8")
+    readme.write_text(describe(), encoding="utf-8")
     if measure:
         runs.measure(how.data, progress)
     for picture in wanted:
@@ -196,10 +199,20 @@ def _check(wanted: Sequence[Picture], how: How, measure: bool) -> None:
     if measured and missing and not measure:
         raise ValueError(f"{', '.join(measured)}: drawn from {missing[0]}, which is not there; --measure makes it")
     if how.redraw:
-        for picture in wanted:
-            facts = how.data / f"{picture.name}.json"
-            if picture.name.startswith(STUDY) and not facts.is_file():
-                raise ValueError(f"{picture.name}: drawn from {facts}, which is not there; without --redraw it is made")
+        for path in (path for picture in wanted if picture.name.startswith(STUDY) for path in _needed(picture, how)):
+            if not path.is_file():
+                raise ValueError(f"{path} is needed and is not there; without --redraw it is made")
+
+
+def _needed(picture: Picture, how: How) -> Iterator[Path]:
+    """What a study's picture is drawn from."""
+    facts = how.data / f"{picture.name}.json"
+    yield facts
+    try:
+        parts = json.loads(facts.read_text(encoding="utf-8"))["data"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{facts} is not what minibatch figures writes: {error}") from error
+    yield from (how.data / f"{picture.name}-{part}.csv" for part in parts)
 
 
 def _make(picture: Picture, directory: Path, how: How) -> list[Path]:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import html
 import inspect
 import io
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,49 +34,64 @@ NO_SLIDERS = (
 
 
 def png(picture: Picture) -> bytes:
-    """The figure, or the figure of these axes, as a PNG file; the same figure gives the same bytes."""
-    figure = picture if isinstance(picture, Figure) else np.ravel(picture)[0].figure
+    """The figure, or the figure of these axes, as a PNG file; the same figure gives the same bytes.
+
+    Raises TypeError for anything else. A figure that pyplot made is closed, or it would be shown a second time.
+    """
+    first = picture if isinstance(picture, Figure) else next(iter(np.ravel(picture)), None)
+    figure = getattr(first, "figure", None)  # of a figure: itself
+    if not isinstance(figure, Figure):
+        raise TypeError(f"a picture is a figure or its axes, got {type(picture).__name__}")
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI)
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close(figure)
     return file.getvalue()
 
 
 def show(picture: Picture, alt: str = "") -> None:
     """Shows a figure, or the figure of some axes, in the output of the cell; ``alt``: what it shows, in words."""
+    _show(png(picture), alt)
+
+
+def _show(image: bytes, alt: str) -> None:
     from IPython.display import Image, display
 
-    display(Image(png(picture), alt=alt or None))
+    display(Image(image, alt=alt or None))
 
 
-def explore(draw: Callable[..., Picture], **choices: Sequence[Any]) -> Sliders | None:
+def explore(draw: Callable[..., Picture], /, **choices: Iterable[Any]) -> Sliders | None:
     """Shows what ``draw()`` draws, and below it, where ipywidgets is installed, a control for each of its arguments.
 
     ``choices``  argument -> the values that it can take: a slider for numbers, a menu for all else. It begins at the
                  argument's default, which must be one of them.
 
-    Raises ValueError if an argument has no default, or one that is not among the choices.
+    Raises ValueError if an argument cannot be given by name, has no default, or one that is not among the choices.
     """
-    start = _defaults(draw, choices)
-    show(draw(**start), inspect.getdoc(draw) or f"{draw.__name__}() with its defaults")
+    listed = {name: list(values) for name, values in choices.items()}
+    start = {name: values[_start(draw, name, values)] for name, values in listed.items()}
+    first = png(draw(**start))
+    _show(first, inspect.getdoc(draw) or "what is drawn at first")
     try:
         import ipywidgets  # noqa: F401  whether it is there is the question
         from IPython.display import display
     except ImportError:
         print(NO_SLIDERS)
         return None
-    sliders = Sliders(draw, choices, start)
+    sliders = Sliders(draw, listed, start, first)
     display(sliders.box)
     return sliders
 
 
-def _defaults(draw: Callable[..., Picture], choices: dict[str, Sequence[Any]]) -> dict[str, Any]:
-    parameters = inspect.signature(draw).parameters
-    start = {}
-    for name, values in choices.items():
-        if name not in parameters or parameters[name].default not in list(values):
-            raise ValueError(f"{name} must be an argument with a default among its choices, {list(values)}")
-        start[name] = parameters[name].default
-    return start
+def _start(draw: Callable[..., Picture], name: str, values: list[Any]) -> int:
+    """Which of the values is the argument's default."""
+    parameter = inspect.signature(draw).parameters.get(name)
+    if parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        default = parameter.default
+        for place, value in enumerate(values):
+            if value == default:
+                return place
+    raise ValueError(f"{name} must be an argument with a default among its choices, {values}")
 
 
 class Sliders:
@@ -84,19 +101,21 @@ class Sliders:
     ``image``     the picture; it stays as it was if ``draw`` fails, and ``error`` says why
     """
 
-    def __init__(self, draw: Callable[..., Picture], choices: dict[str, Sequence[Any]], start: dict[str, Any]) -> None:
+    def __init__(
+        self, draw: Callable[..., Picture], choices: dict[str, list[Any]], start: dict[str, Any], first: bytes
+    ) -> None:
+        """``first``: what it draws at the start."""
         import ipywidgets
 
         self._draw = draw
-        self.controls = {name: _control(name, list(values), start[name]) for name, values in choices.items()}
-        self.image = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self.controls = {name: _control(name, values, start[name]) for name, values in choices.items()}
+        self.image = ipywidgets.Image(value=first, format="png", layout={"max_width": "100%"})
         self.error = ipywidgets.HTML()
         self.box = ipywidgets.VBox([*self.controls.values(), self.error, self.image])
         for control in self.controls.values():
             control.observe(self._redraw, names="value")  # of all that a control reports, only the value: one run each
-        self._redraw()
 
-    def _redraw(self, _change: Any = None) -> None:
+    def _redraw(self, _change: Any) -> None:
         try:
             self.image.value = png(self._draw(**{name: control.value for name, control in self.controls.items()}))
             self.error.value = ""
@@ -107,11 +126,12 @@ class Sliders:
 def _control(name: str, values: list[Any], value: Any) -> ipywidgets.Widget:
     import ipywidgets
 
-    look = {
-        "description": name.replace("_", " "),
-        "style": {"description_width": "9em"},
-        "layout": {"width": "min(34em, 100%)"},
-    }
-    if all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values):
-        return ipywidgets.SelectionSlider(options=values, value=value, continuous_update=False, **look)
-    return ipywidgets.Dropdown(options=values, value=value, **look)
+    numbers = all(isinstance(each, Real) and not isinstance(each, (bool, np.bool_)) for each in values)
+    return (ipywidgets.SelectionSlider if numbers else ipywidgets.Dropdown)(
+        options=[(str(each), each) for each in values],  # as pairs: a pair alone would be taken for one
+        index=next(place for place, each in enumerate(values) if each is value),
+        description=name.replace("_", " "),
+        style={"description_width": "9em"},
+        layout={"width": "min(34em, 100%)"},
+        **({"continuous_update": False} if numbers else {}),
+    )

@@ -102,7 +102,7 @@ WIDTH, WIDE = 8.0, 9.6  # inches: 800 and 960 pixels at 100 dpi
 DPI, SHARP = 100, 150  # of the layout, and of a PNG, which many screens show at more than 100
 LETTERS = 100  # of a title that is as wide as the axes
 SMALL, SMALLEST = 8, 7  # points: ticks and legends; footers
-RC = {"hatch.linewidth": 0.6, "font.size": 9.0}
+RC = {"hatch.linewidth": 0.6, "font.size": 9.0, "text.parse_math": False}
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "minibatch"}  # text stays text, and the same figure the same file
 
 

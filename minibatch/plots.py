@@ -98,7 +98,7 @@ def curves(
         curves_plot.draw(ax, table, x, y, names)
         ax.grid(color="#E6E6E6", linewidth=0.6)
         ax.set_axisbelow(True)
-        if names:
+        if names and len(table):
             ax.legend(title=", ".join(names), fontsize=SMALL, title_fontsize=SMALL, frameon=False)
     return ax
 

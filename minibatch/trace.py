@@ -330,7 +330,15 @@ class Trace:
                     raise ValueError(f"{path}:{number} is not a line of a minibatch trace: {error}") from error
         if not has_header:
             raise ValueError(f"{path} is not a minibatch trace: it has no header line")
+        if missing := trace._untold():
+            raise ValueError(f"{path} is cut off: it has no timeline of {missing}")
         return trace
+
+    def _untold(self) -> str | None:
+        """A request that some iteration computed and that has no timeline: these are written last."""
+        known = {timeline.request_id for timeline in self.timelines}
+        members = (member.request_id for step in self.steps for member in step.members)
+        return next((request_id for request_id in members if request_id not in known), None)
 
     def _take(self, line: dict[str, Any]) -> str:
         """Adds what one line says, and returns its kind."""

@@ -84,3 +84,28 @@ def test_curves_of_one_line_have_no_legend_and_a_missing_column_is_an_error():
     assert plots.curves(table(), "rate", "wait", ["name", "rate"]).get_legend() is not None
     with pytest.raises(ValueError, match="no column weight; it has rate, name, wait"):
         plots.curves(table(), "rate", "weight")
+
+
+def test_curves_keep_every_group():
+    """Fault: rows whose key is None vanish, or two groups whose names look alike become one line."""
+    rows = table().assign(budget=[None] * 4 + [512.0] * 4)
+    assert len(plots.curves(rows, "rate", "wait", "budget").containers) == 2
+    pairs = pd.DataFrame({"x": [1, 1], "y": [1, 2], "a": ["p, q", "p"], "b": ["r", "q, r"]})
+    assert len(plots.curves(pairs, "x", "y", ["a", "b"]).containers) == 2
+    assert plots.curves(table().head(0), "rate", "wait", "name").get_legend() is None
+    with pytest.raises(ValueError, match="column name is not of numbers"):
+        plots.curves(table(), "rate", "name")
+
+
+def test_names_with_dollars_are_no_mathematics():
+    """Fault: an id is parsed as a formula, and the picture fails."""
+    trace = run("paged")
+    trace.meta["name"] = "$x_$"
+    for timeline in trace.timelines[:1]:
+        timeline.client = "$_"
+    for draw in (plots.blocks, plots.membership, plots.kv_memory, plots.token_budget):
+        draw(trace).figure.draw_without_rendering()
+    plots.latencies({"$x_$": trace})[0].figure.draw_without_rendering()
+    for figure in plots.compare_figures({"$x_$": trace}).values():
+        figure.draw_without_rendering()
+    plots.curves(table().assign(name="$x_$"), "rate", "wait", "name").figure.draw_without_rendering()

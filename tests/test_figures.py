@@ -223,6 +223,23 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_written(arguments, mess
     assert not (tmp_path / "new").exists()
 
 
+def test_a_readme_of_somebody_else_is_not_overwritten(tmp_path, capsys):
+    """Fault: `--out .` replaces the README of the project."""
+    (tmp_path / "README.md").write_text("# mine\n")
+    assert main(["figures", "abc", "--out", str(tmp_path), "--quiet"]) == 2
+    assert "README.md is there and is not ours" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "# mine\n" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("broken", ["{", '{"data": ["together"]}'])
+def test_a_table_that_is_missing_or_broken_is_named(broken, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "reproduce-vtc.json").write_text(broken)
+    assert main(["figures", "reproduce-vtc", "--redraw", "--out", str(tmp_path), "--quiet"]) == 2
+    assert "reproduce-vtc" in capsys.readouterr().err
+    assert not (tmp_path / "README.md").exists()
+
+
 # ---------------------------------------------------------------- to be read by everybody
 
 

@@ -25,6 +25,16 @@ def test_save_and_load_give_an_equal_trace(trace, tmp_path):
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "run.jsonl").read_bytes()
 
 
+def test_a_file_that_was_cut_off_is_no_trace(trace, tmp_path):
+    """Fault: a KeyError, much later, in whatever reads the timelines."""
+    trace.save(tmp_path / "run.jsonl")
+    lines = (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for kept in (3, 1 + len(trace.steps), len(lines) - len(trace.timelines) + 1):
+        (tmp_path / "cut.jsonl").write_text("".join(lines[:kept]), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"cut.jsonl is cut off: it has no timeline of é\d"):
+            Trace.load(tmp_path / "cut.jsonl")
+
+
 def test_every_line_is_strict_json(trace, tmp_path):
     trace.save(tmp_path / "run.jsonl")
     for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines():
