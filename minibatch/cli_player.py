@@ -26,11 +26,13 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     files = [path.name.removesuffix(".jsonl").removesuffix(".trace") for path in options.traces]
+    out = options.out or options.traces[0].with_name(f"{'-'.join(files)}.html")
+    if out.resolve() in [path.resolve() for path in options.traces]:
+        raise ValueError(f"--out {out} is one of the traces")
     loaded = [Trace.load(path) for path in options.traces]
     names = [str(trace.meta.get("name") or file) for trace, file in zip(loaded, files, strict=True)]
     if len(set(names)) < len(names):  # two runs of one configuration: the files tell them apart
         names = player.distinct(files)
-    out = options.out or options.traces[0].with_name(f"{'-'.join(files)}.html")
     player.export_html(dict(zip(names, loaded, strict=True)), out, options.first, options.last)
     print(f"written to {out}: {counted(out.stat().st_size, 'byte')}")
     return 0

@@ -76,7 +76,7 @@ def explore(draw: Callable[..., Picture], /, **choices: Iterable[Any]) -> Slider
         import ipywidgets  # noqa: F401  whether it is there is the question
         from IPython.display import display
     except ImportError:
-        print(NO_SLIDERS)
+        print(NO_SLIDERS.format(getattr(draw, "__name__", "draw")))
         return None
     sliders = Sliders(draw, listed, start, first)
     display(sliders.box)

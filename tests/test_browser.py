@@ -112,6 +112,44 @@ def test_keys_and_buttons_step_jump_and_play(open_file):
     assert at(page) == 2, "one press of a key on the slider is one step"
 
 
+def test_keys_work_after_a_speed_and_with_caps_lock_and_held(open_file):
+    """Fault: the list of speeds keeps the keys; a held space plays and pauses in turn; N is not n."""
+    trace = trace_of()
+    page, jumps = open_file(trace), player.events(player.frames(trace))
+    page.focus("#speed")
+    page.dispatch_event("#speed", "pointerdown")
+    page.select_option("#speed", "1")
+    page.keyboard.press("ArrowRight")
+    assert at(page) == 1
+    page.keyboard.press("N")
+    assert at(page) == min(i for i in jumps if i > 1)
+    page.keyboard.press("P")
+    assert at(page) == max(i for i in jumps if i <= 1)
+    page.keyboard.down(" ")
+    page.keyboard.down(" ")  # the keyboard repeats it
+    assert page.inner_text("#play") == "Pause"
+    page.keyboard.up(" ")
+    page.keyboard.press(" ")
+    page.focus("#speed")
+    for _ in range(2):
+        page.keyboard.press("ArrowDown")
+    assert page.input_value("#speed") == "4", "with the arrow keys one goes on through the speeds"
+
+
+def test_a_bar_has_edges_and_a_long_id_is_low(open_file):
+    """Fault: parts that run into their ground; an id of 300 letters that fills the screen; one that turns its text."""
+    page = open_file(trace_of(name="\u202e" + "x" * 300))
+    page.keyboard.press("ArrowRight")
+    edge, ink = page.locator(".batch .bar i").first.evaluate(
+        "element => [getComputedStyle(element).borderRight, getComputedStyle(document.body).color]"
+    )
+    assert edge == f"1px solid {ink}"
+    name = page.locator(".batch b").first
+    assert name.bounding_box()["height"] < 60 and len(name.get_attribute("title")) > 300
+    assert name.evaluate("element => getComputedStyle(element).unicodeBidi") == "isolate"
+    assert page.locator("#says").bounding_box()["height"] < 300
+
+
 def test_the_page_shows_what_the_frames_say(open_file):
     """Every panel of some iterations, read back. Fault: a panel that is not updated."""
     trace = trace_of()

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import CONFIGURATIONS, ask, make_engine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minibatch import (
@@ -30,8 +31,10 @@ from minibatch import (
     player,
 )
 from minibatch.cli import main
+from minibatch.player.numbers import amount, clock, decimals_of, seconds
 from minibatch.player.page import Show, page
 from minibatch.player.style import palette, style
+from minibatch.plot_style import TOKENS
 from minibatch.policies import ReserveMaximum, Swap
 
 NASTY = "<b>&\"'</script><!--"
@@ -203,6 +206,19 @@ def test_the_time_of_a_run_goes_on_with_the_abort_of_one_who_ran(aborted):
     assert throughputs[-1] == (1 / 5 if aborted == "ran" else 1.0)
 
 
+def test_who_waits_is_not_hidden_by_who_has_completed():
+    """Fault: latencies of completed requests only, so that the run with the longer queue looks the better one."""
+    trace = run("static")
+    arrival = {timeline.request_id: timeline.arrival for timeline in trace.timelines}
+    ran, waits = set(), []
+    for frame, step in zip(player.frames(trace), trace.steps, strict=True):
+        ran |= {member.request_id for member in step.members}
+        waiting = [step.end - at for name, at in arrival.items() if name not in ran and at <= step.start]
+        assert frame.longest_wait == pytest.approx(max(waiting, default=math.nan), nan_ok=True)
+        waits.append(frame.longest_wait)
+    assert max(wait for wait in waits if not math.isnan(wait)) > 5
+
+
 @pytest.mark.parametrize("kind", ["static", "refused", "swapped", "forked"])
 def test_metrics_so_far_are_those_of_the_run_stopped_there(kind):
     """The oracle is the same engine, stopped after each iteration: its trace knows nothing of the future.
@@ -274,6 +290,32 @@ def test_what_cannot_be_stepped_through_is_refused_with_its_numbers(monkeypatch)
     with pytest.raises(ValueError, match=rf"{trace.num_steps} iterations have {trace.num_steps * 16} units"):
         player.frames(trace)
     assert len(player.frames(trace, 2, 7)) == 6
+
+
+def test_a_cache_without_memory_is_refused():
+    """Fault: a damaged trace ends in a division by zero."""
+    trace = run("paged")
+    steps = [replace(step, kv=replace(step.kv, capacity=0)) if step.index == 2 else step for step in trace.steps]
+    with pytest.raises(ValueError, match=r"iteration 2 has 0 rows of KV cache, one unit has 4"):
+        player.frames(replace(trace, steps=steps))
+
+
+@pytest.mark.parametrize(
+    "first, last, words",
+    [
+        (900, None, "b: first 900 must be one of the iterations 0 to {end}"),
+        (900, 901, "b: first 900 must be one of the iterations 0 to {end}"),
+        (None, -5, "a: last must be an integer of at least 0, got -5"),
+        (4, 3, "a: first 4 must not come after last 3"),
+    ],
+)
+def test_of_several_runs_it_is_said_which_one_cannot_be_shown(first, last, words):
+    """Fault: the message names no run, or a number that nobody gave."""
+    short = run("paged")
+    long = replace(short, steps=[replace(short.steps[0], index=i) for i in range(1000)])
+    with pytest.raises(ValueError) as error:
+        page({"a": long, "b": short}, first, last)
+    assert str(error.value) == words.format(end=short.num_steps - 1)
 
 
 def test_events_are_worth_a_jump():
@@ -392,6 +434,11 @@ def luminance(color):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_text_has_contrast_on_all_that_it_stands_on(mode):
     """At least 4.5 to 1 (WCAG 2.1, AA). Fault: a colour that is fine on white only."""
@@ -400,9 +447,81 @@ def test_text_has_contrast_on_all_that_it_stands_on(mode):
     grounds["muted"] = ["back", "panel"]
     for text, behind in grounds.items():
         for ground in behind:
-            low, high = sorted((luminance(colors[text]), luminance(colors[ground])))
-            assert (high + 0.05) / (low + 0.05) >= 4.5, f"{text} on {ground}: {colors[text]}, {colors[ground]}"
+            assert contrast(colors[text], colors[ground]) >= 4.5, f"{text} on {ground}"
     assert f"--panel: {colors['panel']}" in style()
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_parts_of_a_bar_can_be_told_from_its_ground(mode):
+    """At least 3 to 1 (WCAG 2.1, non-text): the part itself, or its edge in ink, on either side of it."""
+    colors = palette(mode)
+    for kind in (*TOKENS, "filled", "reserved", "fragmentation", "past"):
+        ground, edge = contrast(colors[kind], colors["nobody"]), contrast(colors[kind], colors["ink"])
+        assert ground >= 3 or min(edge, contrast(colors["ink"], colors["nobody"])) >= 3, kind
+
+
+def test_moments_are_written_so_that_iterations_differ():
+    """Fault: two moments that look the same; an exponent."""
+    decimals = decimals_of([0.0, 0.02, 0.5])
+    assert [clock(time, decimals) for time in (0.0, 0.02, 123.456, 123.476, 12345.6)] == [
+        "0 s",
+        "20 ms",
+        "123.456 s",
+        "123.476 s",
+        "12,345.600 s",
+    ]
+    trace = run("paged")
+    scaled = [replace(s, start=9000 + 0.003 * s.index, end=9000.003 + 0.003 * s.index) for s in trace.steps]
+    show = Show.of({"a": replace(trace, steps=scaled)})
+    heads = [show.runs[0].panels(i)["head"][0].split(" · ")[1] for i in range(len(scaled))]
+    assert len(set(heads)) == len(scaled) and heads[1] == "9,000.0030 s to 9,000.0060 s"
+    said = [show.says(moment).split("</b>")[0] for moment in show.moments]
+    assert len(set(said)) == len(scaled)
+
+
+@given(st.floats(1e-4, 1e12))
+def test_no_number_has_an_exponent(value):
+    texts = (seconds(value), amount(value), clock(value, 3))
+    assert not any("e" in text for text in texts), texts
+    assert float(amount(value).replace(",", "")) == pytest.approx(value, rel=0.006)
+
+
+def test_durations_and_rates_in_words():
+    assert [seconds(x) for x in (math.nan, 0.00035, 12.5, 999.96, 12345.6)] == [
+        "–",
+        "0.35 ms",
+        "12.5 s",
+        "1,000 s",
+        "12,346 s",
+    ]
+    assert [amount(x) for x in (math.nan, 84.31, 999.7, 2573456.0)] == ["–", "84.3", "1,000", "2,573,456"]
+
+
+def test_a_part_of_a_run_says_that_it_is_one():
+    trace = run("paged")
+    end = trace.num_steps - 1
+    assert f"iterations 3 to 5 of 0 to {end}" in page({"a": trace}, 3, 5)
+    assert f"of 0 to {end}" not in page({"a": trace})
+
+
+def test_many_units_are_bare_cells():
+    """Fault: thousands of cells with content that the style sheet hides."""
+    engine = make_engine("paged", num_blocks=300)
+    engine.run([ask("a", 5, 3)])
+    memory = "".join(Show.of({"a": engine.trace}).runs[0].panels(1)["memory"])
+    cells = memory.split("<ol")[1].split("<li")[1:]
+    assert len(cells) == 300 and all(re.fullmatch(r" class=[^<>]*>(</ol>)?", cell) for cell in cells)
+
+
+def test_the_direction_of_an_id_ends_with_it():
+    """Fault: an id with a right-to-left override turns the sentence around."""
+    name = "\u202eabc"
+    engine = make_engine("paged")
+    engine.run([ask(name, 5, 3)])
+    show = Show.of({name: engine.trace, "b": engine.trace})
+    said = show.says(show.moments[0])
+    assert said.count(f"<bdi>{name}</bdi>") == 3, "the run's name, and the id in both runs"
+    assert name not in re.sub("<bdi>.*?</bdi>", "", said)
 
 
 # ---------------------------------------------------------------- Jupyter, without a browser
@@ -464,6 +583,16 @@ def test_runs_of_the_same_name_are_told_apart(shown):
         player.show(run("paged"), run("static"), names=["mine"])
 
 
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(["a", "b", "a (2)", "a (3)", "a (2) (2)"])))
+@example(["a", "a", "a (2)"])
+def test_distinct_names_are_distinct(names):
+    """Fault: a made name is one that was given, and a run disappears."""
+    made = player.distinct(names)
+    assert len(set(made)) == len(names)
+    assert all(new == old for i, (new, old) in enumerate(zip(made, names, strict=True)) if old not in names[:i])
+
+
 def test_what_cannot_be_shown_is_refused_before_a_picture_is(shown):
     with pytest.raises(ValueError, match="no iteration"):
         player.show(run("paged"), Trace())
@@ -498,6 +627,19 @@ def test_what_the_command_cannot_do_is_said_with_exit_code_2(tmp_path, capsys, a
     assert main(["export-html", str(tmp_path / "b.jsonl"), *arguments]) == 2
     assert words in capsys.readouterr().err
     assert main(["export-html", str(tmp_path / "missing.jsonl")]) == 2
+
+
+@pytest.mark.parametrize("out", ["a.trace.jsonl", "there/../a.trace.jsonl", "link"])
+def test_the_command_does_not_write_over_what_it_reads(tmp_path, capsys, out):
+    """Fault: the trace is replaced by the page."""
+    trace = tmp_path / "a.trace.jsonl"
+    run("paged").save(trace)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(trace)
+    before = trace.read_bytes()
+    assert main(["export-html", str(trace), "--out", str(tmp_path / out)]) == 2
+    assert "is one of the traces" in capsys.readouterr().err
+    assert trace.read_bytes() == before
 
 
 def test_a_request_that_starts_again_counts_once():

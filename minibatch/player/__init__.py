@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def export_html(
     ``first``, ``last``  iterations of each run, both included (default: all; of a run that ends before ``last``, all
                          that there are)
 
-    Raises ValueError for what ``frames`` refuses.
+    Raises ValueError, with the run's name, for what ``frames`` refuses; so no run may end before ``first``.
     """
     from minibatch.player.page import page
 
@@ -96,10 +96,10 @@ def show(trace: Trace, *others: Trace, names: Sequence[str] | None = None) -> Pl
 
 
 def distinct(names: Sequence[Any]) -> list[str]:
-    """The names, those that are given twice with a number."""
-    seen: Counter[str] = Counter()
-    made = []
-    for name in map(str, names):
-        seen[name] += 1
-        made.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    """The names, those that are given twice with a number that makes them like no other."""
+    given = [str(name) for name in names]
+    made: list[str] = []
+    for name in given:
+        others = (f"{name} ({number})" for number in count(2))
+        made.append(next(o for o in others if o not in given and o not in made) if name in made else name)
     return made

@@ -6,6 +6,7 @@ follows from those before it: who else is in the queue, who is on the host, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -93,6 +94,8 @@ class Frame:
     ``unseen`` free rows that keep a prefix, in a trace that does not say which
     ``host``   (request, tokens) of those whose K/V are in host memory
     ``queue``  those examined first, in the plan's order; then the others, in that of their arrival
+    ``longest_wait``  seconds since the arrival of the one that has waited longest without ever having run; NaN if
+                      there is none. (The latencies ``so_far`` are of completed requests, and silent about these.)
     """
 
     index: int
@@ -106,12 +109,13 @@ class Frame:
     queue: tuple[Queued, ...]
     events: tuple[Event, ...]
     so_far: SoFar
+    longest_wait: float
 
 
 def frames(trace: Trace, first: int | None = None, last: int | None = None) -> list[Frame]:
     """One frame an iteration, of those from ``first`` to ``last`` (indices, both included; default: all).
 
-    Raises ValueError for a light trace, for one without iterations, and for more than ``MOST_UNITS`` units or
+    Raises ValueError for a light trace, for one without iterations or memory, and for more than ``MOST_UNITS`` units or
     ``MOST_ROWS`` rows of the batch in all.
     """
     size = _unit_size(trace)
@@ -139,6 +143,9 @@ def _unit_size(trace: Trace) -> int:
         )
     if not (size := unit_size(trace)):
         raise ValueError(f"nothing to step through: {counted(len(trace.timelines), 'request')}, no iteration")
+    for step in trace.steps:
+        if step.kv.capacity < size:
+            raise ValueError(f"iteration {step.index} has {step.kv.capacity} rows of KV cache, one unit has {size}")
     return size
 
 
@@ -154,11 +161,14 @@ def _check_size(steps: list[StepReport], size: int) -> None:
 
 def _range(trace: Trace, first: int | None, last: int | None) -> tuple[int, int]:
     end = trace.num_steps - 1
-    first, last = 0 if first is None else first, end if last is None else last
-    check_int("first", first, 0)
-    check_int("last", last, 0)
-    if not first <= last <= end:
-        raise ValueError(f"first {first} and last {last} must be iterations of 0 to {end}, in this order")
+    given = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
+    for name, number in given.items():
+        check_int(name, number, 0)
+        if number > end:
+            raise ValueError(f"{name} {number} must be one of the iterations 0 to {end}")
+    first, last = given.get("first", 0), given.get("last", end)
+    if first > last:
+        raise ValueError(f"first {first} must not come after last {last}")
     return first, last
 
 
@@ -215,7 +225,11 @@ class _Story:
             queue=tuple(self._queue(step)),
             events=tuple(self._events(step)),
             so_far=self._tally.so_far(),
+            longest_wait=max((step.end - self.timelines[name].arrival for name in self._never_ran()), default=math.nan),
         )
+
+    def _never_ran(self) -> Iterator[str]:
+        return (name for name, state in self.absent.items() if state == "waiting")
 
     # ---------------------------------------------------------------- the batch
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from minibatch import membership_plot
 from minibatch.block_map import Unit
 from minibatch.metrics import ratio
 from minibatch.player.film import Frame, Row, Tokens
+from minibatch.player.numbers import amount, clock, decimals_of, seconds, share
 from minibatch.player.so_far import SoFar
-from minibatch.plot_style import LINES, OWNERS, TOKENS
+from minibatch.plot_style import OWNERS, TOKENS
 from minibatch.trace import Trace, counted
 
 PANELS = {
@@ -44,7 +44,7 @@ PHASES = {
 }
 STATES = {"waiting": "", "preempted": "preempted; ", "swapped": "on the host; "}
 FEW, MANY = 24, 256  # units that are drawn large; and those beyond which a cell has no text
-LABELLED = 30  # rows of the strip
+LONG = 40  # letters of an id or a name that stand in the text whole
 NAMED = 12  # of the queue, and of those who wait for the same reason
 Panels = dict[str, list[str]]
 
@@ -52,12 +52,13 @@ Panels = dict[str, list[str]]
 @dataclass(frozen=True)
 class Look:
     """What the frames of one run need to know of the whole of it: ``places`` of the batch, the ``scale`` of the token
-    bar, the name of a unit, and the colour (a number) of each request."""
+    bar, the name of a unit, the colour (a number) of each request, and the ``decimals`` of its moments in seconds."""
 
     places: int
     scale: int
     unit: str
     colors: Mapping[str, int]
+    decimals: int
 
 
 def look_of(trace: Trace, film: Sequence[Frame], colors: Mapping[str, int]) -> Look:
@@ -67,7 +68,8 @@ def look_of(trace: Trace, film: Sequence[Frame], colors: Mapping[str, int]) -> L
     unit = words[1].removesuffix("s") if len(words) == 4 else "unit"
     places = max((row.place + 1 for frame in film for row in frame.rows), default=0)
     close = [budget for budget in budgets if budget <= 4 * most]  # else the bar would be a dot
-    return Look(places, max([most, *close]), unit, colors)
+    decimals = decimals_of(frame.end - frame.start for frame in film)
+    return Look(places, max([most, *close]), unit, colors, decimals)
 
 
 def colors_of(traces: Sequence[Trace]) -> dict[str, int]:
@@ -78,14 +80,15 @@ def colors_of(traces: Sequence[Trace]) -> dict[str, int]:
 
 def panels(frame: Frame, look: Look) -> Panels:
     """Each panel as pieces of HTML, to be joined."""
+    start, end = (clock(time, look.decimals) for time in (frame.start, frame.end))
     return {
-        "head": [f"<b>iteration {frame.index}</b> · {seconds(frame.start)} to {seconds(frame.end)}"],
+        "head": [f"<b>iteration {frame.index}</b> · {start} to {end}"],
         "batch": list(_batch(frame, look)),
         "memory": list(_memory(frame, look)),
         "tokens": list(_tokens(frame.tokens, look)),
         "queue": list(_queue(frame, look)),
         "events": list(_events(frame, look)),
-        "metrics": list(_metrics(frame.so_far)),
+        "metrics": list(_metrics(frame.so_far, frame.longest_wait)),
     }
 
 
@@ -98,16 +101,23 @@ def says(frame: Frame) -> str:
     """The frame in one sentence, for the line that screen readers read out."""
     ran = sum(row.stop > row.start for row in frame.rows)
     text = f"{counted(ran, 'request')} ran, {counted(frame.tokens.total, 'token')}, {len(frame.queue)} waiting"
-    told = [f"{event.request_id} {event.text}".strip() for event in frame.events if event.kind != "arrived"]
+    told = [
+        f"{isolated(event.request_id)} <bdi>{escape(event.text)}</bdi>" if event.request_id else escape(event.text)
+        for event in frame.events
+        if event.kind != "arrived"
+    ]
     more = f" and {len(told) - 4} more" if len(told) > 4 else ""
-    return escape(text + (f"; {'; '.join(told[:4])}{more}" if told else ""))
+    return text + (f"; {'; '.join(told[:4])}{more}" if told else "")
 
 
-def seconds(time: float) -> str:
-    """``0.35 ms``, ``12.5 s``; a dash for NaN."""
-    if time != time:
-        return "–"
-    return f"{1000 * time:.3g} ms" if 0 < abs(time) < 0.1 else f"{time:,.4g} s"
+def isolated(name: str) -> str:
+    """An id or a run's name: whatever writing direction it has or asks for ends with it."""
+    return f"<bdi{_whole(name)}>{escape(name)}</bdi>"
+
+
+def _whole(name: str) -> str:
+    """An attribute for one that is too long to be shown whole: the style sheet cuts what has it."""
+    return f' title="{escape(name)}"' if len(name) > LONG else ""
 
 
 # -------------------------------------------------------------------------------------------------------- the batch
@@ -151,7 +161,7 @@ def _range(start: int, stop: int) -> str:
 
 
 def _id(request_id: str, look: Look) -> str:
-    return f"<b class=o{look.colors.get(request_id, 0)}>{escape(request_id)}</b>"
+    return f"<b class=o{look.colors.get(request_id, 0)}{_whole(request_id)}>{escape(request_id)}</b>"
 
 
 # ------------------------------------------------------------------------------------------------------- the memory
@@ -162,8 +172,8 @@ def _memory(frame: Frame, look: Look) -> Iterator[str]:
     held = sum(bool(unit.owners) for unit in units)
     size = _size(units)
     filled = sum(unit.filled for unit in units)
-    share = _share(ratio(filled, len(units) * size))
-    text = f"{held} of {counted(len(units), look.unit)} held, {share} of the rows filled"
+    full = share(ratio(filled, len(units) * size))
+    text = f"{held} of {counted(len(units), look.unit)} held, {full} of the rows filled"
     shared = sum(len(unit.owners) > 1 for unit in units)
     text += f", {shared} shared" if shared else ""
     text += f", {counted(frame.unseen, 'free row')} more keep a prefix" if frame.unseen else ""
@@ -171,7 +181,7 @@ def _memory(frame: Frame, look: Look) -> Iterator[str]:
     yield f"<p>{text}</p>"
     yield f"<ol class='units {kind}' start=0>"
     for unit in units:
-        yield _unit(unit, size, look)
+        yield _unit(unit, size, look, bare=kind == "tiny")
     yield "</ol>"
     if frame.host:
         yield "<p>on the host: "
@@ -183,17 +193,20 @@ def _size(units: Sequence[Unit]) -> int:
     return max(unit.filled + unit.reserved + unit.fragmentation for unit in units) or 1
 
 
-def _unit(unit: Unit, size: int, look: Look) -> str:
+def _unit(unit: Unit, size: int, look: Look, bare: bool) -> str:
+    """``bare``: there are so many that a cell is a coloured dot, and says the rest when it is pointed at."""
     if not unit.owners:
-        return "<li class=cached title='free, keeps a prefix'><s></s>" if unit.idle else "<li class=free><s></s>"
+        inner = "" if bare else "<s></s>"
+        return f"<li class=cached title='free, keeps a prefix'>{inner}" if unit.idle else f"<li class=free>{inner}"
     first, more = unit.owners[0], len(unit.owners) - 1
     title = f"{', '.join(unit.owners)}: {unit.filled} of {counted(size, 'row')} filled"
     title += f", {MARK_LABELS[unit.mark]}" if unit.mark else ""
+    cell = f'<li class="o{look.colors.get(first, 0)} {unit.mark}" title="{escape(title)}">'
+    if bare:
+        return cell
     parts = [(kind, getattr(unit, kind) / size) for kind in ("filled", "reserved", "fragmentation")]
-    return (
-        f'<li class="o{look.colors.get(first, 0)} {unit.mark}" title="{escape(title)}">'
-        f"<s>{MARKS.get(unit.mark, '')}{escape(first)}{f'<em>+{more}</em>' if more else ''}</s>{_bar(parts)}"
-    )
+    name = f"{MARKS.get(unit.mark, '')}<bdi>{escape(first)}</bdi>{f'<em>+{more}</em>' if more else ''}"
+    return f"{cell}<s>{name}</s>{_bar(parts)}"
 
 
 # -------------------------------------------------------------------------------------- tokens, queue, events, numbers
@@ -241,66 +254,33 @@ def _events(frame: Frame, look: Look) -> Iterator[str]:
     yield "</ul>"
 
 
-def _metrics(so_far: SoFar) -> Iterator[str]:
-    numbers = {
-        "completed": f"{so_far.completed} of {so_far.num_requests}",
-        "tokens/s": _number(so_far.throughput),
-        "useful": _share(so_far.useful_share),
-        "preemptions": f"{so_far.preemptions}",
+def _metrics(so_far: SoFar, longest_wait: float) -> Iterator[str]:
+    """Those of everybody; then those of the completed, which say nothing about who still waits."""
+    yield from _numbers(
+        {
+            "completed": f"{so_far.completed} of {so_far.num_requests}",
+            "waits now, longest": seconds(longest_wait),
+            "tokens/s": amount(so_far.throughput),
+            "useful": share(so_far.useful_share),
+            "preemptions": f"{so_far.preemptions}",
+            "KV filled, mean": share(so_far.mean_filled),
+            "KV filled, peak": share(so_far.peak_filled),
+        }
+    )
+    yield f"<p>Of the {so_far.completed} completed, and of nobody else:</p>"
+    latencies = {
         "queueing, mean": seconds(so_far.queueing_delay_mean),
         "TTFT, mean": seconds(so_far.ttft_mean),
         "TTFT, longest": seconds(so_far.ttft_max),
         "TBT, P50": seconds(so_far.tbt_p50),
         "TBT, longest": seconds(so_far.tbt_max),
-        "KV filled, mean": _share(so_far.mean_filled),
-        "KV filled, peak": _share(so_far.peak_filled),
     }
+    yield from _numbers(latencies)
+
+
+def _numbers(numbers: Mapping[str, str]) -> Iterator[str]:
     yield "<dl>"
     for name, text in numbers.items():
         yield f"<div><dt>{name}<dd>"
         yield f"{text}</div>"
     yield "</dl>"
-
-
-def _number(value: float) -> str:
-    return "–" if value != value else f"{value:,.3g}"
-
-
-def _share(value: float) -> str:
-    return "–" if value != value else f"{100 * value:.0f} %"
-
-
-# ---------------------------------------------------------------------------------------------- the strip of the run
-
-
-def strip(trace: Trace, film: Sequence[Frame]) -> str:
-    """Membership over the whole run, as in ``plots.membership``: a row a request, a column an iteration.
-
-    In percent of width and height. The cursor is no part of it.
-    """
-    cells = membership_plot.read(trace)
-    low, high = film[0].index - 0.5, film[-1].index + 0.5
-    cut = [
-        (kind, row, max(left, low), min(right, high))
-        for kind in (*LINES, *membership_plot.LOOKS)
-        for row, left, right in cells.spans[kind]
-        if left < high and right > low
-    ]
-    rows = {row: place for place, row in enumerate(sorted({row for _, row, _, _ in cut}))}
-    pieces = [f"<div class=cells style='height:{_height(len(rows))}px'>"]
-    if len(rows) <= LABELLED:
-        names = {row: name for name, row, _, _ in cells.stays if row in rows}
-        for row, name in names.items():
-            pieces.append(f"<small style='top:{100 * rows[row] / len(rows):.4g}%'>{escape(name)}</small>")
-    for kind, row, left, right in cut:
-        x, width = 100 * (left - low) / (high - low), 100 * (right - left) / (high - low)
-        y, height = 100 * rows[row] / len(rows), 100 / len(rows)
-        pieces.append(
-            f"<i class={kind} style='left:{x:.4g}%;width:{width:.4g}%;top:{y:.4g}%;height:{height:.4g}%'></i>"
-        )
-    return "".join([*pieces, "</div>"])
-
-
-def _height(rows: int) -> int:
-    """Pixels: what the rows would like, within reason."""
-    return min(max(12 * rows, 40), 220)

@@ -23,13 +23,14 @@ from minibatch.player.html import (
     Look,
     Panels,
     colors_of,
+    isolated,
     look_of,
     nothing,
     panels,
     says,
-    seconds,
-    strip,
 )
+from minibatch.player.numbers import clock
+from minibatch.player.strip import strip
 from minibatch.player.style import LEGEND, style
 from minibatch.plot_style import footer
 from minibatch.trace import Trace
@@ -55,6 +56,14 @@ class Run:
 
     def panels(self, place: int | None) -> Panels:
         return nothing() if place is None else panels(self.film[place], self.look)
+
+    @property
+    def part(self) -> str:
+        """Which iterations these are, if not all."""
+        if len(self.film) == self.trace.num_steps:
+            return ""
+        first, last, end = self.film[0].index, self.film[-1].index, self.trace.num_steps - 1
+        return f"<span class=part> · iterations {first:,} to {last:,} of 0 to {end:,}</span>"
 
     def cursor(self, place: int | None) -> tuple[float, float]:
         """Left edge and width of the current iteration in the strip, in percent."""
@@ -85,9 +94,10 @@ class Show:
         lines = []
         for run, place, done in zip(self.runs, moment.current, moment.done, strict=True):
             text = "has not begun" if place is None else f"iteration {run.film[place].index}: {says(run.film[place])}"
-            name = f"{escape(run.name)}, " if len(self.runs) > 1 else ""
+            name = f"{isolated(run.name)}, " if len(self.runs) > 1 else ""
             lines.append(f"{name}{'ended, ' if done else ''}{text}")
-        return f"<b>{seconds(moment.time)}</b> {'<br>'.join(lines)}"
+        decimals = max(run.look.decimals for run in self.runs)
+        return f"<b>{clock(moment.time, decimals)}</b> {'<br>'.join(lines)}"
 
     def html(self, number: int) -> str:
         """All runs at one moment."""
@@ -101,7 +111,11 @@ class Show:
 
 
 def _run(name: str, trace: Trace, first: int | None, last: int | None, colors: Mapping[str, int]) -> Run:
-    film = frames(trace, first, last if last is None or not trace.steps else min(last, len(trace.steps) - 1))
+    end = trace.num_steps - 1
+    try:
+        film = frames(trace, first, min(last, end) if last is not None and trace.steps else last)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from error
     return Run(name, trace, film, look_of(trace, film, colors))
 
 
@@ -125,8 +139,9 @@ def run_html(run: Run, place: int | None, done: bool) -> str:
         if title
     ]
     return (
-        f"<section class='run{' done' if done else ''}'><header><h2>{escape(run.name)}</h2>"
-        f"<p class=head><span data-panel=head>{''.join(made['head'])}</span><span class=ended>ended</span></p></header>"
+        f"<section class='run{' done' if done else ''}'><header><h2>{isolated(run.name)}</h2>"
+        f"<p class=head><span data-panel=head>{''.join(made['head'])}</span>{run.part}"
+        f"<span class=ended>ended</span></p></header>"
         f"<div class=strip>{strip(run.trace, run.film)}"
         f"<div class=track><div class=cursor style='left:{left}%;width:{width}%'></div></div></div>"
         f"<div class=panels>{''.join(boxes)}</div></section>"
@@ -136,19 +151,19 @@ def run_html(run: Run, place: int | None, done: bool) -> str:
 def page(traces: Mapping[str, Trace], first: int | None = None, last: int | None = None) -> str:
     """The whole file."""
     show = Show.of(traces, first, last)
-    title = escape(f"minibatch: {' and '.join(run.name for run in show.runs)}")
+    names = [run.name for run in show.runs]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
-<title>{title}</title>
+<title>minibatch: {escape(" and ".join(names))}</title>
 <style>
 {style()}</style>
 </head>
 <body class="mb">
-<h1>{title}</h1>
+<h1>minibatch: {" and ".join(map(isolated, names))}</h1>
 {_controls(len(show.moments))}
 <p id="says" role="status" aria-live="polite">{show.says(show.moments[0])}</p>
 <main>{show.html(0)}</main>

@@ -84,15 +84,20 @@
       if (there >= 0) { pause(); go(there); }
     };
   });
+  let typed = false; // with the arrow keys one goes through the speeds; after a click the keys are to step again
+  speed.onkeydown = () => { typed = true; };
+  speed.onpointerdown = () => { typed = false; };
+  speed.onchange = () => { if (!typed) speed.blur(); };
   for (const button of document.querySelectorAll(".controls button")) { // after a click, space is to play again
     button.addEventListener("click", (event) => event.detail && button.blur());
   }
   document.addEventListener("keydown", (event) => {
     const tag = event.target.tagName;
+    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key; // caps lock
     const own = tag === "SELECT" || (tag === "BUTTON" && event.key === " "); // what the element does with the key
-    if (own || event.ctrlKey || event.altKey || event.metaKey || !(event.key in actions)) return;
+    if (own || event.ctrlKey || event.altKey || event.metaKey || !(key in actions)) return;
     event.preventDefault();
-    actions[event.key]();
+    if (key !== " " || !event.repeat) actions[key](); // held, space would play and pause in turn
   });
   go(0);
 })();
