@@ -24,7 +24,7 @@ from minibatch.models import Model
 from minibatch.plan import PlanError, Scheduler
 from minibatch.policies import Order
 from minibatch.request import EngineStalled, NeverFits, PromptTooLong, Request, Result, SamplingParams
-from minibatch.trace import Trace
+from minibatch.trace import Trace, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,4 +182,4 @@ def machine() -> str:
         models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
     torch = sys.modules.get("torch")
-    return name if torch is None else f"{name}, {torch.get_num_threads()} threads"
+    return name if torch is None else f"{name}, {counted(torch.get_num_threads(), 'thread')}"

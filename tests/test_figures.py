@@ -213,7 +213,7 @@ def test_no_picture_is_made_of_a_run_with_wrong_tokens(monkeypatch, tmp_path):
         (["abd"], "no picture abd: there are membership, kv_memory, "),
         (["abc", "--measure"], "none of abc is measured"),
         (["latency"], "static.trace.jsonl, which is not there; --measure makes it"),
-        (["reproduce-vtc", "--redraw"], "reproduce-vtc.json, which is not there; without --redraw it is made"),
+        (["reproduce-vtc", "--redraw"], "reproduce-vtc.json is needed and is not there; without --redraw it is made"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_anything_is_written(arguments, message, tmp_path, capsys):

@@ -38,5 +38,5 @@ def test_the_map_names_every_file():
 
 def test_every_picture_that_is_shown_is_there_and_its_maker_is_named():
     made = (ROOT / "figures" / "README.md").read_text(encoding="utf-8")
-    for picture in set(re.findall(r"\((figures/[^)]+)\)", README)):
+    for picture in set(re.findall(r"\((figures/[^)]+\.(?:png|svg))\)", README)):
         assert (ROOT / picture).is_file() and f"`{Path(picture).name}`" in made
