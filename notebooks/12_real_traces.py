@@ -341,7 +341,7 @@ sign(ax.figure, f"simulated: a queue with one server, not the engine · {Path(az
 ax.legend(fontsize=8, frameon=False)
 show(
     ax,
-    alt="Wait over the hour: recorded arrivals queue in some minutes, Poisson ones never",
+    alt="Wait over the hour: recorded arrivals queue in some minutes, Poisson ones hardly",
 )
 
 # %% [markdown]

@@ -19,6 +19,8 @@ from minibatch import player
 CHROMIUM = "/usr/bin/chromium"
 NASTY = "<b>&\"'</script><!--"
 
+pytestmark = pytest.mark.slow
+
 
 def trace_of(configuration="paged", name="r", **options):
     """Four requests of which two fit at a time, so that somebody waits and somebody is preempted."""

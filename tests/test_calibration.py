@@ -74,6 +74,7 @@ def test_noise_and_a_busy_machine(slow):
     assert found.row_overhead == pytest.approx(LAPTOP.row_overhead, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_fit_on_a_gpu_keeps_its_peaks():
     """Fault: absolute rates where shares belong; memory and links of the GPU lost."""
     truth = CostModel(MODELS["llama-2-7b"], GPUS["a100-80"], efficiency=Efficiency(0.5, 0.6, 2.0), overhead=4e-3)

@@ -500,6 +500,7 @@ class Collects(ToyModel):
         return super().forward(plan, kv, store)
 
 
+@pytest.mark.slow
 def test_bi_07_a_stream_that_is_collected_in_the_middle_of_a_step(configuration):
     """BI-07. Fault: the abort of a dropped stream takes effect between the plan and its commit, and breaks both."""
     engine = make_engine(configuration, Collects(), token_budget=32)

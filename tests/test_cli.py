@@ -44,6 +44,7 @@ def test_compare_prints_the_table_and_writes_the_pictures(tmp_path):
     assert len(trace.timelines) == 6 and trace.simulated
 
 
+@pytest.mark.slow
 def test_compare_json_is_json_and_nothing_else(tmp_path):
     done = minibatch(*COMPARE, "--out", str(tmp_path), "--json")
     numbers = json.loads(done.stdout)
@@ -324,6 +325,7 @@ def test_what_cannot_run_says_why_and_ends_with_a_code(arguments, code, words, c
     assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_compare_ends_with_4_when_tokens_differ(monkeypatch, tmp_path, capsys):
     """An executor that is wrong in a batch, and only there, must not get away with it."""
     from minibatch.models.toy_model import ToyModel

@@ -38,6 +38,7 @@ def test_simulate_in_json_has_the_numbers_of_the_scenario(capsys):
     assert code == 0 and json.loads(out) == {"chunked": expected}
 
 
+@pytest.mark.slow
 def test_simulate_writes_full_traces_and_pictures(capsys, tmp_path):
     code, out, _ = run(capsys, "simulate", *SMALL, "--scheduler", "paged", "static", "--out", str(tmp_path / "out"))
     assert code == 0 and "written to" in out

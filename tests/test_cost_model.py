@@ -299,6 +299,7 @@ def test_more_gpus_never_compute_longer(cost, spans, parallel):
     assert many.communication > one.communication == 0
 
 
+@pytest.mark.slow
 @steady
 @given(costs, st.lists(chunks, min_size=2, max_size=5))
 def test_many_iterations_at_once(cost, plans):

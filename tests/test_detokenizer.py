@@ -116,6 +116,7 @@ stopping = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(bytes_and_text)
 def test_any_bytes_decode_as_the_whole_would(tokens):

@@ -202,6 +202,7 @@ def check_totals(engine: Engine) -> None:
     assert 0 <= prefill + decode - sum(line.prefill + line.decode for line in lines) <= found
 
 
+@pytest.mark.slow
 @QUICK
 @given(plays())
 def test_a_light_run_has_the_counts_of_a_full_one(play):

@@ -79,6 +79,7 @@ def test_what_a_code_host_shows(twin):
     assert not re.search(r"object at 0x|/home/|/root/|/work/|/tmp/", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS, ids=NAMES)
 def test_it_can_be_exported(twin):
     page, _ = HTMLExporter().from_notebook_node(committed(twin))

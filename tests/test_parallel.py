@@ -22,6 +22,7 @@ def broken(number):
     raise ValueError(f"number {number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2, None])
 def test_results_come_in_the_order_of_the_calls(jobs):
     """Fault: results in the order in which they finish."""

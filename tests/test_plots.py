@@ -444,6 +444,7 @@ def test_the_same_figure_is_the_same_file_and_its_text_stays_text(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_everything_is_inside_the_picture():
     """No title, label, tick or legend is cut off, with the longest legend and a footer of two lines."""
     engine = make_engine("paged", num_blocks=7, max_num_seqs=3)

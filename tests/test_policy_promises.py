@@ -420,6 +420,7 @@ def overtakings(plan, queue) -> Iterator[tuple[RequestState, RequestState]]:
 # ---------------------------------------------------------------- order: by urgency
 
 
+@pytest.mark.slow
 @few(80)
 def test_a_request_is_overtaken_only_by_more_urgent_ones_that_come_soon_enough(data):
     """Priority. Fault: ageing counts from the wrong time, has the wrong sign, or changes the order while they wait."""
@@ -624,6 +625,7 @@ def most_unfair(histories: Sequence[dict[str, float]], one: str, other: str) -> 
     return most
 
 
+@pytest.mark.slow
 @few(100)
 def test_backlogged_clients_get_the_same_service_but_for_a_bound(data):
     """Fair. Fault: a token is charged twice or not at all, or a client is served out of turn.
@@ -681,6 +683,7 @@ def test_in_the_long_run_three_times_the_weight_is_three_times_the_service():
     assert both[-1]["x"] / both[-1]["y"] == pytest.approx(3.0, rel=0.05)
 
 
+@pytest.mark.slow
 @few(80)
 def test_each_admission_is_of_the_waiting_client_with_the_lowest_counter(data):
     """Fair. Fault: all admissions of a plan go to one client, because they are charged only when the plan is carried
@@ -748,6 +751,7 @@ def test_counters_are_what_was_computed_and_generated_whatever_happened(data):
 # ---------------------------------------------------------------- preemption
 
 
+@pytest.mark.slow
 @few(120)
 def test_the_senior_is_never_displaced_and_everybody_ends(data):
     """Preemption. Fault: a victim rule that takes the senior too, or two ideas of who is senior, so that requests
@@ -808,6 +812,7 @@ def test_nobody_joins_once_somebody_is_preempted_but_the_one_that_displaced_it(d
     run(make(Watched(scheduler, watch), paged(pick), any_order(pick)), workload(pick, 10))
 
 
+@pytest.mark.slow
 @few(150)
 def test_where_prefills_come_first_newcomers_give_way_before_anybody_is_preempted(data):
     """Thrash guard. Fault: a running request is preempted so that one that joins in the same iteration can stay."""

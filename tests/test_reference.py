@@ -146,6 +146,7 @@ def test_the_right_executor_holds(dtype):
     assert found.holds and found.num_equal == 6 and 0 < found.tolerance < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [Forgets, Shifted])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_executor_that_is_wrong_in_a_batch_is_found_out(dtype, step, monkeypatch):
@@ -154,6 +155,7 @@ def test_an_executor_that_is_wrong_in_a_batch_is_found_out(dtype, step, monkeypa
     assert not check(model).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_executor_that_takes_the_second_best_is_found_out(dtype):
     assert not check(Swapped(tiny_model("llama", dtype=dtype))).holds

@@ -98,6 +98,7 @@ def plays(draw: Any) -> tuple[Any, list[Request]]:
     return parts, requests
 
 
+@pytest.mark.slow
 @QUICK
 @given(plays())
 def test_a_simulated_run_is_that_of_a_model_which_says_the_same(both):
@@ -133,6 +134,7 @@ def lengths(draw: Any) -> tuple[Any, list[Request]]:
     return parts, requests
 
 
+@pytest.mark.slow
 @QUICK
 @given(lengths())
 def test_the_schedule_is_that_of_the_toy_with_answers_of_the_same_length(both):
