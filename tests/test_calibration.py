@@ -48,6 +48,7 @@ def rates(cost):
     return cost.gpu.bandwidth, cost.gpu.flops, cost.efficiency.sharpness, cost.overhead, cost.row_overhead
 
 
+@pytest.mark.slow
 def test_exact_times_give_back_the_rates():
     """Fault: a search that ends early, a unit, an objective whose minimum is elsewhere; padding that is not counted."""
     found = CostModel.fit(run(LAPTOP), SMOL)
@@ -63,6 +64,7 @@ def noisy(cost, seed, slow=0.0):
     return lambda plan: cost(plan) * random.lognormal(0, 0.05) * (5.0 if random.random() < slow else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0.0, 0.1])
 def test_noise_and_a_busy_machine(slow):
     """Fault: squares instead of absolute errors: one slow iteration in ten would double the times."""

@@ -20,6 +20,7 @@ def minibatch(*arguments: str, timeout: float = 60) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_compare_prints_the_table_and_writes_the_pictures(tmp_path):
     done = minibatch(*COMPARE, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
@@ -62,6 +63,7 @@ def test_compare_shows_a_progress_bar_on_stderr(tmp_path):
     assert "30/30" in done.stderr and "30/30" not in done.stdout
 
 
+@pytest.mark.slow
 def test_generate_streams_the_answer_to_stdout_and_the_facts_to_stderr():
     done = minibatch("generate", "--model", "toy", "--prompt", "hello", "--max-tokens", "8", "--scheduler", "static")
     assert done.returncode == 0 and done.stdout.strip()

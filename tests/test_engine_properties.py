@@ -370,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=180, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngine = EngineMachine.TestCase
 
@@ -419,6 +419,7 @@ def run_at_random(rng: Random) -> Happenings:
     return happenings
 
 
+@pytest.mark.slow
 def test_everything_that_the_properties_are_about_really_happens():
     """Fault: a generator so tame that nobody is ever preempted or swapped, nothing is found, shared, copied or evicted,
     or one of the policies never runs; then the properties above hold of nothing."""

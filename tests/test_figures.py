@@ -181,6 +181,7 @@ def test_a_table_comes_back_from_the_disk_as_it_was(tmp_path):
 # ---------------------------------------------------------------- measuring
 
 
+@pytest.mark.slow
 def test_a_new_measured_run_is_written_and_drawn(monkeypatch, tmp_path, capsys):
     """Fault: --measure draws the old traces. (The toy and four requests stand for the real run.)"""
     few = Setup(num_requests=4, workload="short", max_tokens=8)

@@ -377,6 +377,7 @@ def test_lookahead_is_how_many_are_asked_after_the_first_that_does_not_fit():
     assert [request.label for request in order.plans[0]] == ["a", "large", "small0"]
 
 
+@pytest.mark.slow
 @few(80)
 def test_at_most_lookahead_more_are_refused_after_the_first(data):
     """FCFS. Fault: the queue is searched to its end, or left too early."""
@@ -393,6 +394,7 @@ def test_at_most_lookahead_more_are_refused_after_the_first(data):
     run(make(Watched(scheduler, watch), paged(pick), order), workload(pick, 10))
 
 
+@pytest.mark.slow
 @few(80)
 def test_nobody_overtakes_a_request_that_has_run_out_of_patience(data):
     """FCFS. Fault: a large request starves though it was to be overtaken for a while only."""
@@ -660,6 +662,7 @@ def test_the_bound_is_reached_by_a_request_that_fills_the_cache():
     assert max(leads) == 2.0 * 8 + 1.0
 
 
+@pytest.mark.slow
 @few(40)
 def test_weighted_clients_get_service_in_proportion(data):
     """Fair. Fault: a weight that is squared, inverted, or forgotten where a counter is compared."""
@@ -936,6 +939,7 @@ def check_purity(combinations: Sequence[tuple[str, Any, Any]]) -> None:
     assert num_preemptions > len(combinations) / 4
 
 
+@pytest.mark.slow
 def test_planning_twice_gives_the_same_plan_and_changes_nothing():
     """Fault: a policy that counts, remembers, or sorts the queue while it is asked."""
     check_purity(COMBINATIONS[::19])

@@ -152,6 +152,7 @@ def test_a_grid_has_every_combination_and_the_last_changes_fastest():
         grid(SMALL, speed=[1])
 
 
+@pytest.mark.slow
 def test_a_sweep_is_the_runs_one_after_the_other_whatever_the_number_of_processes():
     """Fault: rows in the order in which they finish; a seed that depends on the process."""
     scenarios = grid(SMALL, token_budget=[64, 256])
