@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patheffects import withStroke
 
+from minibatch.batch_map import follow_queue, seat
 from minibatch.plot_style import FOUND, LINES, MARKS, RESIDENT, TOKENS
 from minibatch.trace import StepReport, Trace
 
@@ -90,17 +91,14 @@ def _read_step(step: StepReport, place: dict[str, int], absent: dict[str, str], 
     executed = {row.request_id for row in (*step.members, *step.padding)}
     forked = {fork.request_id for fork in step.forked}
     for request_id in step.arrived:
-        absent[request_id] = "waiting"
         cells.mark("arrived", left, place.get(request_id))
-    absent.update((change.request_id, "swapped" if change.swapped else "preempted") for change in step.preempted)
     for request_id in forked:
         cells.mark("forked", right, place.get(request_id))
     for request_id, reason in step.finished:
         at = right if request_id in executed | forked else left  # others ended before the iteration began
         kind = "finished" if reason in ("stop", "length") else "ended"
         cells.mark(kind, at, place.get(request_id))
-    for request_id in (*(a.request_id for a in step.admitted), *executed, *(name for name, _ in step.finished)):
-        absent.pop(request_id, None)
+    follow_queue(absent, step)
     for kind, request_id, start, stop, tokens in _cells_of(step, executed | forked):
         cells.add(kind, place[request_id], start, stop)
         cells.stay(request_id, place[request_id], left, right)
@@ -147,13 +145,9 @@ def _positions() -> Places:
     place: dict[str, int] = {}
 
     def places(step: StepReport) -> dict[str, int]:
-        here = dict.fromkeys(row.request_id for row in (*step.members, *step.padding, *step.kv.holdings))
-        for name in set(place) - set(here):
-            del place[name]
-        for name in here:
-            if name not in place:
-                place[name] = next(row for row in range(len(here)) if row not in place.values())
-        return dict(place)
+        nonlocal place
+        place = seat(place, (row.request_id for row in (*step.members, *step.padding, *step.kv.holdings)))
+        return place
 
     return places
 

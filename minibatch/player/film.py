@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from minibatch.batch_map import follow_queue, seat
 from minibatch.block_map import Unit, marks_of, unit_size, units_of
 from minibatch.checks import check_int
 from minibatch.kv_cache import Holding
@@ -190,26 +191,13 @@ class _Story:
     def take(self, step: StepReport) -> None:
         """All that outlasts the iteration."""
         self._tally.add(step)
-        self.absent.update(dict.fromkeys(step.arrived, "waiting"))
-        for change in step.preempted:
-            self.absent[change.request_id] = "swapped" if change.swapped else "preempted"
-            if change.swapped:
-                self.host[change.request_id] = change.num_tokens
-        admitted = [change.request_id for change in step.admitted]
-        for name in (*admitted, *(member.request_id for member in step.members), *(n for n, _ in step.finished)):
-            self.absent.pop(name, None)
-            self.host.pop(name, None)
+        follow_queue(self.absent, step)
+        self.host.update((change.request_id, change.num_tokens) for change in step.preempted if change.swapped)
+        self.host = {name: rows for name, rows in self.host.items() if self.absent.get(name) == "swapped"}
         for change in (*step.members, *step.forked):
             if change.emitted is not None:
                 self.generated[change.request_id] = self.generated.get(change.request_id, 0) + 1
-        self._seat([holding.request_id for holding in step.kv.holdings])
-
-    def _seat(self, here: list[str]) -> None:
-        self.places = {name: place for name, place in self.places.items() if name in here}
-        for name in here:
-            if name not in self.places:
-                taken = set(self.places.values())
-                self.places[name] = next(place for place in range(len(here)) if place not in taken)
+        self.places = seat(self.places, (holding.request_id for holding in step.kv.holdings))
 
     def frame(self, step: StepReport) -> Frame:
         units = units_of(step, self.size, marks_of(step, self.before, self.size))

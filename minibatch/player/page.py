@@ -47,12 +47,13 @@ SPEEDS = (1, 2, 4, 10, 25)  # moments a second
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration, ready to be shown."""
+    """One configuration, ready to be shown. ``strip``: its membership over the whole run, as HTML."""
 
     name: str
     trace: Trace
     film: list[Frame]
     look: Look
+    strip: str
 
     def panels(self, place: int | None) -> Panels:
         return nothing() if place is None else panels(self.film[place], self.look)
@@ -116,7 +117,7 @@ def _run(name: str, trace: Trace, first: int | None, last: int | None, colors: M
         film = frames(trace, first, min(last, end) if last is not None and trace.steps else last)
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from error
-    return Run(name, trace, film, look_of(trace, film, colors))
+    return Run(name, trace, film, look_of(trace, film, colors), strip(trace, film))
 
 
 def _jumps(runs: Sequence[Run], moments: Sequence[Moment]) -> Iterator[int]:
@@ -142,7 +143,7 @@ def run_html(run: Run, place: int | None, done: bool) -> str:
         f"<section class='run{' done' if done else ''}'><header><h2>{isolated(run.name)}</h2>"
         f"<p class=head><span data-panel=head>{''.join(made['head'])}</span>{run.part}"
         f"<span class=ended>ended</span></p></header>"
-        f"<div class=strip>{strip(run.trace, run.film)}"
+        f"<div class=strip>{run.strip}"
         f"<div class=track><div class=cursor style='left:{left}%;width:{width}%'></div></div></div>"
         f"<div class=panels>{''.join(boxes)}</div></section>"
     )
