@@ -6,7 +6,7 @@ A report lists the units of each request, in token order; here the same is seen 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from minibatch.kv_cache import Holding
@@ -37,6 +37,17 @@ def unit_size(trace: Trace) -> int:
     """Rows of a block or slot, as far as a trace says: 0 if nobody ever held one."""
     held = (holding for step in trace.steps for holding in step.kv.holdings if holding.units)
     return next(((h.filled + h.reserved + h.fragmentation) // len(h.units) for h in held), 0)
+
+
+def unit_name(trace: Trace) -> str:
+    """``block`` or ``slot``, as the cache calls them in the header; ``unit`` if it does not say."""
+    words = str(trace.meta.get("kv_cache", "")).split()  # such as PagedKVCache(14 blocks of 4)
+    return words[1].removesuffix("s") if len(words) == 4 else "unit"
+
+
+def holders(traces: Sequence[Trace]) -> list[str]:
+    """Everybody who ever had a unit, in the order in which they first had one: that of their colours."""
+    return list(dict.fromkeys(h.request_id for trace in traces for step in trace.steps for h in step.kv.holdings))
 
 
 def units_of(step: StepReport, size: int, marks: Mapping[int, str] | None = None) -> tuple[Unit, ...]:

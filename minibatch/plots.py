@@ -18,7 +18,7 @@ from matplotlib.ticker import AutoLocator, MaxNLocator, NullLocator, StrMethodFo
 
 from minibatch import block_plot, curves_plot, membership_plot
 from minibatch.accounting import memory, work
-from minibatch.block_map import unit_size
+from minibatch.block_map import unit_name, unit_size
 from minibatch.latency_plot import PANELS, draw_latency
 from minibatch.metrics import steps_table
 from minibatch.plot_style import (
@@ -164,14 +164,14 @@ def _limits(traces: Iterable[Trace]) -> Limits:
 
 
 def _blocks(ax: Axes, trace: Trace, name: str, limits: Limits) -> None:
-    unit = "slot" if str(trace.meta.get("kv_cache")).startswith("Contiguous") else "block"
-    size = unit_size(trace)
-    says = f"{unit}s of {counted(size, 'token')}, {block_plot.held_share(trace):.0%} of what is held is filled"
+    unit, size = unit_name(trace), unit_size(trace)
+    every = block_plot.spans(trace, size) if size else []
+    says = f"{unit}s of {counted(size, 'token')}, {block_plot.held_share(every, size):.0%} of what is held is filled"
     _tidy(ax, trace, name, says + _preemptions(trace), f"physical {unit}")
     if trace.steps:
         ax.set_xlim(limits)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
-        legend(ax, [], block_plot.draw(ax, trace))
+        legend(ax, [], block_plot.draw(ax, trace, every, size))
 
 
 def _membership(ax: Axes, trace: Trace, name: str, limits: Limits, rows: str = "requests") -> None:

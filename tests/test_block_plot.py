@@ -17,7 +17,7 @@ def test_the_map_shows_every_snapshot(make):
     """Fault: a span is extended over an iteration in which the unit was free, or somebody else's, or less filled."""
     trace = make()
     size = unit_size(trace)
-    spans = block_plot.spans(trace)
+    spans = block_plot.spans(trace, size)
     for step in trace.steps:
         shown = {unit: what for unit, left, right, what in spans if left < step.index < right}
         owned = {unit for holding in step.kv.holdings for unit in holding.units}

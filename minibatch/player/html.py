@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from minibatch.block_map import Unit
+from minibatch.block_map import Unit, holders, unit_name
 from minibatch.metrics import ratio
 from minibatch.player.film import Frame, Row, Tokens
 from minibatch.player.numbers import amount, clock, decimals_of, seconds, share
@@ -64,18 +64,15 @@ class Look:
 def look_of(trace: Trace, film: Sequence[Frame], colors: Mapping[str, int]) -> Look:
     most = max(frame.tokens.total for frame in film)
     budgets = [frame.tokens.budget for frame in film if frame.tokens.budget is not None]
-    words = str(trace.meta.get("kv_cache", "")).split()  # such as PagedKVCache(14 blocks of 4)
-    unit = words[1].removesuffix("s") if len(words) == 4 else "unit"
     places = max((row.place + 1 for frame in film for row in frame.rows), default=0)
     close = [budget for budget in budgets if budget <= 4 * most]  # else the bar would be a dot
     decimals = decimals_of(frame.end - frame.start for frame in film)
-    return Look(places, max([most, *close]), unit, colors, decimals)
+    return Look(places, max([most, *close]), unit_name(trace), colors, decimals)
 
 
 def colors_of(traces: Sequence[Trace]) -> dict[str, int]:
     """A colour for each request, the same in all runs, in the order in which they had memory (as in the block map)."""
-    held = (h.request_id for trace in traces for step in trace.steps for h in step.kv.holdings)
-    return {name: place % len(OWNERS) for place, name in enumerate(dict.fromkeys(held))}
+    return {name: place % len(OWNERS) for place, name in enumerate(holders(traces))}
 
 
 def panels(frame: Frame, look: Look) -> Panels:
