@@ -31,7 +31,7 @@ from minibatch import (
     plots,
 )
 from minibatch.clock import VirtualClock
-from minibatch.models import UnsupportedModel, attention
+from minibatch.models import UnsupportedModel, attention, packing
 from minibatch.models.attention import Step, attend_batched
 from minibatch.notebook import show
 
@@ -170,7 +170,7 @@ for chunk, span in zip(plan.chunks, step.spans, strict=True):  # here in the sam
     name, rows = chunk.request.label, span.rows.tolist()
     print(f"{name}: places {span.first} to {span.stop - 1}, reads rows {rows}")
 
-masks = [attention.visible(np.array([len(s.rows)]), s.length, None) for s in step.spans]
+masks = [packing.visible(np.array([len(s.rows)]), s.length, None) for s in step.spans]
 observed = {
     "packed tokens": step.input_ids.shape[1],
     "rows written": len(step.slots),
@@ -541,7 +541,7 @@ print("iteration 1:", [(m.request_id, m.start, m.stop) for m in second.members])
 # %% [markdown]
 # ## Where it is in the code
 #
-# `minibatch/models/transformers_model.py` (the call, and the check at the door), `attention.py` (`Step`,
+# `minibatch/models/transformers_model.py` (the call, and the check at the door), `packing.py`, `attention.py` (`Step`,
 # `attend_each` to read, `attend_batched` to run, and the function that is registered), `supported.py` (which models
 # are refused, and why). `minibatch/kv_cache.py` has the one address translation. Next: [14 · A museum of real
 # bugs](14_a_museum_of_real_bugs.ipynb).
@@ -574,7 +574,7 @@ for row in zip(who, off(restored(wrong_row)), strict=True):
 # %% [markdown]
 # 3. **Pack in another order.** `Step` puts decodes first. Does the order matter for the result? (Change
 #    `plan.chunks` to another order with `dataclasses.replace(plan, chunks=plan.chunks[::-1])` and print
-#    `Step(...).input_ids`.) Why are decodes put side by side? `Step._batches` has the answer.
+#    `Step(...).input_ids`.) Why are decodes put side by side? `packing.alike` has the answer.
 # 4. **A model that is refused.** Give `LlamaConfig` another class, such as `Gemma2Config`, in `tiny()`, and read what
 #    `TransformersModel` says. What would have gone wrong without that refusal?
 #

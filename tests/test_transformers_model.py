@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from minibatch.clock import RealClock
 from minibatch.kv_cache import ContiguousKVCache
 from minibatch.models import UnsupportedModel
-from minibatch.models.attention import Step, attend_batched, attend_each, visible
+from minibatch.models.attention import Step, attend_batched, attend_each
+from minibatch.models.packing import visible
 from minibatch.models.transformers_model import TransformersModel, check_dtype
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Chunk, Padding, Plan

@@ -1,9 +1,7 @@
 """Attention over rows of a K/V store: what makes a stock Hugging Face model run on an engine's cache.
 
-Only attention looks at more than one token; every other layer of a transformer maps each token by itself. So the tokens
-of all requests can stand in one sequence ``[1, T]`` and share every matrix product, and attention alone must keep the
-requests apart (Orca's *selective batching*: Yu et al., OSDI 2022, section 3.2). Transformers lets a function of ours
-stand in for attention (``AttentionInterface``). For each layer it
+The tokens of all requests stand in one sequence ``[1, T]`` (see ``packing.py``), and attention alone must keep the
+requests apart. Transformers lets a function of ours stand in for attention (``AttentionInterface``). For each layer it
 
 1. scatters the new keys and values to the rows that the KV cache gave these tokens,
 2. gathers the rows of each request, wherever they lie (PagedAttention's block table, by now a list of rows),
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +25,7 @@ from transformers import AttentionInterface
 
 from minibatch.kv_cache import KVCache
 from minibatch.models import UnsupportedModel
+from minibatch.models.packing import Span, alike, pack, visible
 from minibatch.plan import Plan
 
 IMPLEMENTATION = "minibatch"  # the name under which transformers knows the function at the end of this file
@@ -98,19 +96,7 @@ class KVStore:
         return torch.index_select(table, 0, rows, out=self._buffers[kind][: len(rows)])
 
 
-# --- packing: the chunks of a plan side by side in one sequence ---
-
-
-class Span(NamedTuple):
-    """A chunk's place in the packed sequence, and the rows of its request's tokens up to the chunk's end."""
-
-    first: int
-    length: int
-    rows: np.ndarray
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.length
+# --- one iteration, as tensors ---
 
 
 @dataclass(frozen=True)
@@ -130,39 +116,19 @@ class Part:
 
 
 class Step:
-    """One iteration as the model sees it. Goes through transformers as a keyword, down to the attention layers.
+    """One iteration as the model sees it: the packed sequence as tensors. Goes through transformers as a keyword, down
+    to the attention layers.
 
-    Decodes come first, by context length, so that those which attend together stand together; then the longer chunks;
-    last the padding, which attends to itself alone. All index arithmetic happens here, once, not once a layer.
+    All index arithmetic happens here, once, not once a layer. The padding attends to itself alone.
     """
 
     def __init__(self, plan: Plan, kv: KVCache, store: KVStore, device: torch.device, attend: Attend) -> None:
         self.store, self.device, self._attend = store, device, attend
         self.num_layers_done = 0
-        chunks = plan.chunks
-        rows = [kv.rows(chunk.request, 0, chunk.stop) for chunk in chunks]
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        order = sorted(range(len(chunks)), key=lambda i: (lengths[i] > 1, len(rows[i]) if lengths[i] == 1 else 0))
-        tokens, positions, slots, spans = [], [], [], {}
-        for i in order:
-            request, start, stop = chunks[i]
-            spans[i] = Span(len(tokens), lengths[i], rows[i])
-            tokens += request.tokens(start, stop)
-            positions += range(start, stop)
-            slots.append(rows[i][start:])
-        self.spans = [spans[i] for i in order]
-        self.num_tokens = len(tokens)  # without the padding
-        heads = [index for i, c in enumerate(chunks) for index in range(spans[i].stop - c.num_logits, spans[i].stop)]
-        self.num_logits = len(heads)
-        for pad in plan.padding:
-            tokens += [0] * pad.num_tokens
-            positions += [0] * pad.num_tokens
-            slots.append(np.full(pad.num_tokens, store.scratch_row))
-            heads += [len(tokens) - 1] * pad.dead  # a dead row pays for its logits too; nobody reads them
-        self.input_ids = self.tensor(tokens)[None]
-        self.position_ids = self.tensor(positions)[None]
-        self.logit_index = self.tensor(heads)
-        self.slots = self.tensor(np.concatenate(slots))
+        packed = pack(plan, kv, store.scratch_row)
+        self.spans, self.num_tokens, self.num_logits = packed.spans, packed.num_tokens, packed.num_logits
+        self.input_ids, self.position_ids = self.tensor(packed.tokens)[None], self.tensor(packed.positions)[None]
+        self.slots, self.logit_index = self.tensor(packed.slots), self.tensor(packed.logits)
         self._parts: dict[tuple, list[Part]] = {}
 
     def tensor(self, array: Any) -> Tensor:
@@ -182,17 +148,8 @@ class Step:
         """Made when a layer first asks; a model has one or two kinds of layers."""
         kind = (window, group, dtype)
         if kind not in self._parts:
-            self._parts[kind] = [self._part(spans, *kind) for spans in self._batches()]
+            self._parts[kind] = [self._part(spans, *kind) for spans in alike(self.spans)]
         return self._parts[kind]
-
-    def _batches(self) -> list[list[Span]]:
-        """Decodes whose contexts round up to the same power of two, 64 at least, together; longer chunks alone.
-
-        So less than half of what a batch gathers is padding, unless its contexts are short and it hardly matters.
-        """
-        decodes = [span for span in self.spans if span.length == 1]
-        alike = groupby(decodes, key=lambda span: max(6, (len(span.rows) - 1).bit_length()))
-        return [list(spans) for _, spans in alike] + [[span] for span in self.spans if span.length > 1]
 
     def _part(self, spans: list[Span], window: int | None, group: int, dtype: torch.dtype) -> Part:
         queries = spans[0].length
@@ -215,17 +172,6 @@ class Step:
         hidden = torch.from_numpy(~allowed).to(self.device, non_blocking=True)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None] if mask.shape[1] == 1 else mask.repeat(1, group, 1)[:, None]
-
-
-def visible(lengths: np.ndarray, queries: int, window: int | None) -> np.ndarray:
-    """Who sees whom, bool ``[batch, queries, keys]``: the last keys of each request (``lengths``) are its queries' own.
-
-    Aligned at the bottom right. (``is_causal=True`` of PyTorch aligns at the top left, which is right only for the
-    first chunk of a prompt.)
-    """
-    own = (lengths[:, None] - queries + np.arange(queries))[:, :, None]  # the query's own key
-    key = np.arange(lengths.max())
-    return (key <= own) & (key > own - (window or lengths.max()))
 
 
 # --- the two ways to attend: fill ``out[: step.num_tokens]``, ``[T, heads, value_dim]`` ---
