@@ -84,6 +84,7 @@ def work_table(trace: Trace) -> pd.DataFrame:
 
 
 def _add(step: StepReport, table: dict[str, dict[str, int]]) -> None:
+    """Adds an iteration to the counts of those who took part: ``table[request_id][column]``, see :class:`Work`."""
     for member in step.members:
         row = table[member.request_id]
         row["prefill"] += member.prefill

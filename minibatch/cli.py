@@ -6,6 +6,7 @@
 3    the model cannot be had or is not supported
 4    ``compare``: some tokens differ from solo generation, and not by a numerical tie
 5    a policy planned what cannot be carried out, or nothing although there was work; the message names it
+6    ``lab check``: an exercise is not right, or not done
 130  interrupted
 """
 
@@ -28,6 +29,7 @@ from minibatch import (
     bench_simulation,
     bench_swap,
     cli_figures,
+    cli_labs,
     cli_player,
     cli_simulation,
     compare,
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_player.add(commands)
     cli_simulation.add(commands)
     cli_figures.add(commands)
+    cli_labs.add(commands)
     _add_bench(commands)
     return parser
 
@@ -132,14 +135,15 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     option(group, "--load", default.load, load, float)
     option(group, "--rate", default.rate, "arrival rate in requests a second, instead of --load", float)
     option(group, "--seed", default.seed, "of the order of the prompts and the gaps between arrivals", int)
+    option(group, "--clients", default.clients, "how many; each has about half as many requests as the one before", int)
+    option(group, "--priorities", default.priorities, "how many, 0 is the most urgent; all as likely", int)
     group = command.add_argument_group("budget")
     option(group, "--kv-tokens", default.kv_tokens, "KV cache in tokens (default: 4 times the longest request)", int)
     option(group, "--block-size", default.block_size, "tokens a block, of paged and chunked", int)
     option(group, "--max-num-seqs", default.max_num_seqs, "most active requests", int)
     option(group, "--token-budget", default.token_budget, "tokens an iteration, of chunked", int)
     group = command.add_argument_group("policies", "A name, or the dotted name of your own: mymodule:MyOrder.")
-    all_alike = f"; {compare_report.ALIKE}"
-    option(group, "--order", default.order, f"who is next, of all four: {', '.join(ORDERS)}{all_alike}", str)
+    option(group, "--order", default.order, f"who is next, of all four: {', '.join(ORDERS)}", str)
     but_static = "of all but static"
     option(group, "--admission", default.admission, f"does it fit, {but_static}: {', '.join(ADMISSIONS)}", str)
     option(group, "--preemption", default.preemption, f"who gives way, {but_static}: {', '.join(PREEMPTIONS)}", str)
@@ -161,6 +165,8 @@ def _compare(options: argparse.Namespace) -> int:
         load=options.load,
         rate=options.rate,
         seed=options.seed,
+        clients=options.clients,
+        priorities=options.priorities,
         kv_tokens=options.kv_tokens,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,

@@ -36,6 +36,7 @@ class Setup(Knobs):
     ``load``         arrival rate, as a multiple of the rate at which requests can be served one after the other
     ``rate``         arrival rate in requests a second; None: ``load`` times what is measured here
     ``seed``         of the order of the prompts and of the gaps between arrivals
+    ``clients``, ``priorities``  how many there are: see :func:`minibatch.workload.assign`
     ``kv_tokens``    KV budget in tokens, the same for all, rounded down to a multiple of the longest request; None:
                      four times the longest request
     """
@@ -46,6 +47,8 @@ class Setup(Knobs):
     load: float = 4.0
     rate: float | None = None
     seed: int = 0
+    clients: int = 1
+    priorities: int = 1
     kv_tokens: int | None = None
     max_num_seqs: int = 16
     token_budget: int = 128
@@ -53,7 +56,7 @@ class Setup(Knobs):
     def __post_init__(self) -> None:
         """Raises ValueError for a number that makes no sense, or a policy that does not exist."""
         super().__post_init__()
-        for name in ("num_requests", "max_tokens"):
+        for name in ("num_requests", "max_tokens", "clients", "priorities"):
             check_int(name, getattr(self, name), 1)
         if self.kv_tokens is not None:
             check_int("kv_tokens", self.kv_tokens, 1)
@@ -102,6 +105,7 @@ def run(model: Model, setup: Setup, progress: bool = True) -> Comparison:
     """
     texts = workload.pick(workload.read_prompts(setup.workload), setup.num_requests, setup.seed)
     requests = workload.build(model.tokenizer, texts, setup.max_tokens)
+    requests = workload.assign(requests, setup.clients, setup.priorities, setup.seed)
     longest = max(len(request.prompt) for request in requests) + setup.max_tokens
     if model.max_model_len is not None and longest > model.max_model_len:
         raise PromptTooLong(
@@ -163,6 +167,8 @@ def _run(
 
 def _meta(model: Model, setup: Setup, rate: float, kv_tokens: int) -> dict[str, Any]:
     what = f"{setup.num_requests} {setup.workload} prompts, at most {setup.max_tokens} new tokens"
+    groups = {"clients": setup.clients, "priorities": setup.priorities}
+    what += "".join(f", {number} {name}" for name, number in groups.items() if number > 1)
     facts = {name: getattr(model, name) for name in ("source", "dtype", "device") if hasattr(model, name)}
     load = f"load {setup.load:g}: " if setup.rate is None else ""
     return {

@@ -12,10 +12,11 @@ import pandas as pd
 
 from minibatch import metrics, plots, run_table
 from minibatch.compare import Comparison
+from minibatch.models.toy_model import ToyModel
 from minibatch.policies import FCFS
 from minibatch.trace import Trace
 
-ALIKE = "all requests have the same client and priority"
+ALIKE = "all requests have the same client and priority: see --clients, --priorities"
 
 
 def describe(comparison: Comparison) -> str:
@@ -30,10 +31,16 @@ def describe(comparison: Comparison) -> str:
         f"KV cache    {budget} for every configuration",
     ]
     if meta["order"] != repr(FCFS()):
-        lines += [f"order       {meta['order']} in every configuration", f"{'':<12}({ALIKE})"]
+        lines += [f"order       {meta['order']} in every configuration"]
+        if comparison.setup.clients == comparison.setup.priorities == 1:
+            lines += [f"{'':<12}({ALIKE})"]
     for name, run in comparison.runs.items():
         lines += run_table.wrap(f"{name:<12}", f"{run.trace.meta['scheduler']} on {run.trace.meta['kv_cache']}")
-    lines += ["", run_table.render(comparison.traces, _kind(comparison)), "", _decode_costs(comparison)]
+    kind, setup = _kind(comparison), comparison.setup
+    lines += ["", run_table.render(comparison.traces, kind), ""]
+    for by, number in (("client", setup.clients), ("priority", setup.priorities)):
+        lines += [run_table.render_groups(comparison.traces, by, kind), ""] if number > 1 else []
+    lines += [_decode_costs(comparison)]
     lines += ["", "tokens, against solo generation"]
     lines += [f"{name:<12}{run.verdict}" for name, run in comparison.runs.items()]
     return "\n".join(lines)
@@ -98,7 +105,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _kind(comparison: Comparison) -> str:
-    return "measured" if _meta(comparison)["clock"] == "real" else "simulated, 1 s an iteration"
+    meta = _meta(comparison)
+    if meta["clock"] == "real":
+        return "measured"
+    return "simulated, 1 s an iteration" if meta["model"] == ToyModel.name else "simulated"
 
 
 def _meta(comparison: Comparison) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class ContinuousBatching(IterationLevel):
             )
 
     def plan(self, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
+        """The next token of those who run, and whole prompts of those who join, in the phase order."""
         limits = (self.max_num_batched_tokens, self.max_num_seqs)
         draft = PlanDraft(active, kv, *limits, self.admission, self.preemption)
         decodes = least_recently_scheduled(active)

@@ -128,7 +128,7 @@ def _table(rows: Iterable[dict[str, Any]], columns: dict[str, type]) -> pd.DataF
 def makespan(trace: Trace) -> float:
     """First arrival to last finish (last token, of a request that has not finished), of the requests that ever ran.
 
-    NaN if none did.
+    NaN if none did, or none of them has got as far as a token or an end.
     """
     served = [t for t in trace.timelines if t.scheduled is not None]
     ends = [t.finish for t in served if t.finish is not None]

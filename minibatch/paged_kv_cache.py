@@ -97,6 +97,8 @@ class PagedKVCache(KVCache):
         return len(self._tables.get(request, ()))
 
     def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
+        """Makes sure that the first ``num_tokens`` tokens have rows that may be written: takes the blocks that are
+        missing, and returns what has to be copied first, if the block that is written next was shared."""
         table = self._tables.setdefault(request, [])
         copy = self._copy_on_write(request, table) if self.pool.num_shares else None
         for _ in range(self.need(request, num_tokens) - len(table)):
@@ -106,6 +108,7 @@ class PagedKVCache(KVCache):
         return copy
 
     def release(self, request: RequestState) -> None:
+        """Takes back all blocks that a request holds; nothing if it holds nothing."""
         self.pool.drop(reversed(self._tables.pop(request, [])))
         self._reserved.pop(request, None)
         request.room = 0
@@ -150,6 +153,7 @@ class PagedKVCache(KVCache):
         return PagedDraft(self)
 
     def _copy_on_write(self, request: RequestState, table: list[int]) -> RowCopy | None:
+        """A block of its own in place of a shared one that the request writes next. Returns what has to be copied."""
         index = self.shared_block(request)
         if index is None:
             return None

@@ -243,10 +243,10 @@ class PlanDraft:
 
 def least_recently_scheduled(requests: Iterable[RequestState]) -> list[RequestState]:
     """Who went without in the last iteration comes first in this one, so decodes beyond the budget take turns: of R
-    decodes and a budget of B nobody waits longer than ceil(R / B) iterations. Ties go to who came first, who may so run
-    more often than others.
+    decodes and a budget of B nobody waits longer than ceil(R / B) iterations. Ties stay in the order given, so whoever
+    stands first there may run more often than others.
 
-    While the budget covers all of them, this is the order they came in.
+    While the budget covers all of them, this is the order given.
     """
     return sorted(requests, key=attrgetter("last_scheduled"))
 

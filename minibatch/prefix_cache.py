@@ -70,7 +70,7 @@ class PrefixCache(BlockPool):
         return iter(self._by_block.values())
 
     def find(self, parent: CachedBlock | None, tokens: Tokens, salt: str | None) -> CachedBlock | None:
-        """The block that holds ``tokens`` after ``parent``."""
+        """The known block that holds ``tokens`` after ``parent`` (None: at the beginning); None if there is none."""
         found = self._by_hash.get(self._hash(parent.hash if parent else 0, tokens, salt))
         if found is not None and found.parent is parent and found.tokens == tokens and found.salt == salt:
             return found
@@ -91,6 +91,7 @@ class PrefixCache(BlockPool):
         return new
 
     def take(self) -> int:
+        """A block of one's own: one without content, or else the one idle longest."""
         if not self._free:
             self._forget(self._by_block[next(iter(self._idle))])  # before it is overwritten
         return super().take()
@@ -154,6 +155,7 @@ class PrefixCachedKVCache(PagedKVCache):
             self._publish(request)
 
     def _publish(self, request: RequestState) -> None:
+        """Others can find those of its full blocks that have been computed meanwhile."""
         chain, table = self._chains.setdefault(request, []), self._tables[request]
         first, last = len(chain), request.num_computed // self.unit_size
         for index, tokens in enumerate(self._pieces(request, first, last), start=first):

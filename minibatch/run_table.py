@@ -61,7 +61,7 @@ def row(trace: Trace) -> dict[tuple[str, str], float]:
         ("time", "tokens/s"): numbers["throughput"],
         ("time", "prefill s"): steps["duration"][with_prompts].sum(),
         ("time", "decode s"): steps["duration"][~with_prompts].sum(),
-        ("time", "idle s"): numbers["makespan"] - steps["duration"].sum(),
+        ("time", "idle s"): max(numbers["makespan"] - steps["duration"].sum(), 0.0),  # rounding can make it negative
         ("KV cache", "peak filled"): memory.peak_filled,
         ("KV cache", "mean filled"): memory.mean_filled,
         ("KV cache", "reserved"): memory.mean_reserved,
@@ -94,6 +94,16 @@ def render(traces: Mapping[str, Trace], kind: str) -> str:
             unit = UNITS.get(groups[0], f"seconds, {kind}")
             bands.append(f"{' | '.join(groups)} ({unit})\n{_band(numbers, groups).to_string()}")
     return "\n\n".join(bands)
+
+
+def render_groups(traces: Mapping[str, Trace], by: str, kind: str) -> str:
+    """The mean wait for the first token, a column a client or priority (``by``); with how many requests each has."""
+    groups = {name: metrics.split(trace, by) for name, trace in traces.items()}
+    counts = next(iter(groups.values()))["completed"]
+    rows = {name: [f"{value:.3g}" for value in table["ttft_mean"]] for name, table in groups.items()}
+    columns = [f"{group} ({count:.0f})" for group, count in counts.items()]
+    shown = pd.DataFrame(rows.values(), index=list(rows), columns=columns)
+    return f"TTFT mean, by {by} (of how many requests; seconds, {kind})\n{shown.to_string()}"
 
 
 def _band(numbers: pd.DataFrame, groups: list[str]) -> pd.DataFrame:

@@ -55,6 +55,7 @@ class StaticBatching:
         return list(active) if all(request.is_finished for request in active) else []
 
     def _decode(self, queue: Order, active: Sequence[RequestState]) -> Plan:
+        """A token for each member that is alive, and a dead row for each that is not."""
         chunks = tuple(Chunk(r, r.num_computed, r.num_tokens) for r in active if not r.is_finished)
         dead = tuple(Padding(r, 1, dead=True) for r in active if r.is_finished)
         return Plan(chunks, dead, rest=f"the batch of {len(active)} still runs: {len(chunks)} alive" if queue else "")

@@ -57,6 +57,18 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return chat_prompt(tokenizer, [{"role": "user", "content": text}])
 
 
+def assign(requests: Sequence[Request], clients: int, priorities: int, seed: int) -> list[Request]:
+    """The same requests, of so many clients and priorities: clients ``c0``, ``c1``, ... of whom each has half as many
+    requests as the one before, on average, and priorities 0, 1, ... that are all as likely."""
+    rng = random.Random(f"{seed} clients")
+    weights = [0.5**number for number in range(clients)]
+    owners = rng.choices(range(clients), weights, k=len(requests))
+    return [
+        replace(request, client=f"c{owner}" if clients > 1 else request.client, priority=rng.randrange(priorities))
+        for request, owner in zip(requests, owners, strict=True)
+    ]
+
+
 def poisson(requests: Sequence[Request], rate: float, seed: int) -> list[Request]:
     """The same requests, arriving at ``rate`` a second on average with exponential gaps; the first at 0."""
     rng = random.Random(seed)

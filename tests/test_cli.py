@@ -198,6 +198,15 @@ def test_compare_with_policies_and_a_prefix_cache(mine, capsys):
         assert values["work recomputed"] == 0
 
 
+def test_compare_splits_by_client_and_priority(tmp_path, capsys):
+    arguments = ["--model", "toy", "--workload", "short", "--requests", "6", "--max-tokens", "6", "--order", "fair"]
+    more = ["--clients", "2", "--priorities", "2", "--out", str(tmp_path), "--quiet"]
+    assert main(["compare", *arguments, *more]) == 0
+    said = capsys.readouterr().out
+    assert "TTFT mean, by client" in said and "TTFT mean, by priority" in said and "2 clients, 2 priorities" in said
+    assert "same client" not in said
+
+
 def test_compare_says_nothing_of_policies_that_nobody_asked_for(mine, capsys):
     """Fault: every reader gets columns of zeros; or an order that is the default is announced."""
     assert main(COMPARE) == 0

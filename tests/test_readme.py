@@ -32,6 +32,7 @@ def test_the_snippet_on_the_real_model_runs(capsys):
 def test_the_map_names_every_file():
     package = ROOT / "minibatch"
     files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    files = {"labs/checks/" if name.startswith("labs/checks/") else name for name in files}
     missing = {name for name in files - {"__init__.py", "__main__.py"} if f"`{name}`" not in README}
     assert not missing
 

@@ -29,6 +29,16 @@ def test_arrivals_start_at_0_and_have_the_rate():
     assert 2000 / 4 * 0.9 < times[-1] < 2000 / 4 * 1.1
 
 
+def test_clients_and_priorities_are_assigned():
+    """Fault: all requests of one client, as long as nobody asks (then ``--order fair`` shows nothing)."""
+    many = workload.assign(build(number=2000), clients=3, priorities=2, seed=1)
+    counts = [sum(request.client == client for request in many) for client in ("c0", "c1", "c2")]
+    assert sum(counts) == 2000 and 0.4 < counts[1] / counts[0] < 0.6 and 0.4 < counts[2] / counts[1] < 0.6
+    assert 0.45 < sum(request.priority for request in many) / 2000 < 0.55
+    assert many == workload.assign(build(number=2000), 3, 2, 1) != workload.assign(build(number=2000), 3, 2, 2)
+    assert workload.assign(build(), 1, 1, 0) == build()
+
+
 def test_prompts_can_come_from_a_file(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\n  two  \n")

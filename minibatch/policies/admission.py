@@ -87,6 +87,7 @@ class Watermark(AdmissionPolicy):
         return request.num_tokens if self.whole_prompt else size
 
     def objection(self, request: RequestState, num_tokens: int, draft: PlanDraft) -> str:
+        """Why it has to wait although rows for its first ``num_tokens`` tokens are there; else the empty string."""
         memory, keep = draft.memory, int(self.share * draft.memory.kv.num_units)
         alone = not draft.running or not memory.kv.grows  # or nobody grows: then nothing has to be kept for anybody
         if alone or not keep or memory.free - memory.need(request, num_tokens) >= keep:
@@ -164,6 +165,7 @@ class Future:
 
     @property
     def peak(self) -> int:
+        """The most blocks that they hold together in any iteration."""
         return int(self.holds.max())
 
     def joined_by(self, tokens: int, left: int) -> Future:

@@ -125,9 +125,9 @@ class Priority(Order):
     """The most urgent first: the lowest ``priority``. A request gains one level for every ``ageing`` seconds it waits.
 
     Priority minus gained levels is ``priority - (now - arrival) / ageing``. ``now`` is the same for all, so the order
-    of two requests never changes, and needs no sorting again: their key is ``priority + arrival / ageing``. Hence a
-    bound: a request is overtaken only by those that come less than ``ageing * (its priority - theirs)`` seconds later
-    (as long as nobody displaces by priority, which does not age).
+    of two requests never changes, and needs no sorting again. Hence a bound: a request is overtaken only by those that
+    come less than ``ageing * (its priority - theirs)`` seconds later (as long as nobody displaces by priority, which
+    does not age).
     """
 
     def __init__(self, ageing: float = math.inf) -> None:
@@ -375,6 +375,7 @@ class Fair(ByClient):
         return standing + cost / self.weights.get(request.client, 1.0)
 
     def add(self, request: RequestState) -> None:
+        """It waits from now on; its client is lifted if none of its requests did, unless this one was preempted."""
         client = request.client
         if self.lift and client not in self._queues and request not in self._served.get(client, ()):
             missing = self._lowest() - self.standing(client)

@@ -1,0 +1,1 @@
+"""Checks of lab admission: memory decides who joins."""

@@ -1,0 +1,1 @@
+"""Checks of lab chunked: a token budget."""

@@ -1,0 +1,1 @@
+"""Checks of lab cost: how long an iteration takes."""

@@ -1,0 +1,1 @@
+"""Checks of lab fairness: a fair share for every client."""

@@ -1,0 +1,1 @@
+"""Checks of lab iteration: one iteration at a time."""

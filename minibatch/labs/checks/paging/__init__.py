@@ -1,0 +1,1 @@
+"""Checks of lab paging: blocks, tables, and copies."""

@@ -1,0 +1,1 @@
+"""Checks of lab preemption: giving way."""

@@ -1,0 +1,1 @@
+"""Checks of lab prefix: finding a prefix again."""

@@ -1,0 +1,1 @@
+"""Checks of lab priority: who is next."""

@@ -1,0 +1,1 @@
+"""Checks of lab static: static batches and their waste."""

@@ -1,0 +1,311 @@
+"""The scorecard of the capstone: five workloads, three measures, one score, for a scheduler of your own.
+
+    python -m minibatch.labs.scorecard capstone.py    your card beside the reference's, and a picture, scorecard.png
+
+Everything runs on one simulated machine, Llama-2-7B on an A10G, whose KV cache has 15,760 tokens: tight. What a
+scheduler may know of a request is what a server knows: its prompt, its client, its limit (``max_new_tokens``), and what
+it has generated so far. How long the answer will be is in no request; names and ids are drawn anew for every run.
+
+The three measures, each of one run, from 0 to 1:
+
+``goodput``         share of the requests that were good: first token within 3 s, and at most 0.12 s an output token
+``fairness_gap``    how much less the worst-served client got of what it is entitled to than the best-served one
+``preemption_tax``  share of the executed tokens that preemptions have cost
+
+    score of a workload = 100 x (goodput - fairness gap / 2 - preemption tax)
+
+The score of a card is the mean over the workloads, each drawn twice. What counts is the *gain*: how much of what the
+reference lacks to 100 a card has got back. It is worth points by :data:`MARKS`, if no workload loses more than
+:data:`TOLERANCE` points of score, and nobody waits for a first token longer than :data:`LONGEST_WAIT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minibatch import plot_style
+from minibatch.arrival_processes import ArrivalProcess, Gamma, OnOff
+from minibatch.chunked_prefill import ChunkedPrefill
+from minibatch.cost_model import CostModel
+from minibatch.distributions import Lengths, LogNormal, Uniform
+from minibatch.engine import Engine
+from minibatch.gpus import GPUS
+from minibatch.kv_cache import KVCache
+from minibatch.metrics import COMPLETED, gaps
+from minibatch.model_shapes import MODELS
+from minibatch.models.simulated_model import END, SimulatedModel
+from minibatch.open_loop import Client, clients
+from minibatch.paged_kv_cache import PagedKVCache
+from minibatch.plan import Plan, Scheduler
+from minibatch.policies import FCFS, Fair, Order
+from minibatch.request import RequestState
+from minibatch.trace import Timeline, Trace
+from minibatch.workloads import Workload
+
+Parts = Callable[[], tuple[Order, Scheduler]]
+
+COST = CostModel(MODELS["llama-2-7b"], GPUS["a10g"])
+BLOCK, NUM_BLOCKS = 16, 985  # what 0.9 of the GPU's memory has room for
+TTFT, TPOT = 3.0, 0.12  # seconds: what a good request keeps to
+LONGEST_WAIT = 25.0  # seconds to the first token: whoever waits longer has been starved
+MARKS = {0.15: 0.25, 0.35: 0.5, 0.44: 0.75, 0.52: 1.0}  # gain -> share of the exercise's points
+TOLERANCE = 10.0  # points of score that a workload may lose
+DRAWS = 2  # of each workload
+MOST = 20_000  # iterations; a run has about 1,500
+
+
+def parts() -> tuple[Order, Scheduler]:
+    """A new order of the queue and a new scheduler, for one run on the machine of the scorecard."""
+    return Fair(), ChunkedPrefill(token_budget=256)
+
+
+def reference() -> tuple[Order, Scheduler]:
+    """What is to be beaten: first come, first served; vLLM's watermark; the newest is preempted, and recomputed;
+    a budget about as large as suits machine and objectives best."""
+    return FCFS(), ChunkedPrefill(token_budget=256)
+
+
+# --- workloads: name -> what is hard about it; and of each client, for 40 s: arrivals, lengths, limit ---
+
+CHAT = LogNormal(150, 400, 1000), LogNormal(60, 160, 400)
+SHORT = LogNormal(80, 200, 400), LogNormal(60, 160, 400)
+TASK = LogNormal(250, 500, 800), LogNormal(90, 180, 300)
+ANSWER = LogNormal(80, 200, 400), LogNormal(250, 600, 1000)
+DOCUMENT = Uniform(2000, 3500), LogNormal(60, 120, 300)
+MIXED = LogNormal(250, 700, 1500), LogNormal(100, 250, 600)
+SECONDS = 40.0
+
+WORKLOADS: dict[str, tuple[str, list[tuple[ArrivalProcess, tuple[Lengths, Lengths], int]]]] = {
+    "bursts": ("short chats, 27 a second for 4 s, then none for 9 s", [(OnOff(27, 4, 9), CHAT, 512)]),
+    "flood": (
+        "one client sends 5.5 requests a second, four others 0.4 each",
+        [(Gamma(5.5, 0.7), TASK, 512), *[(Gamma(0.4, 0.7), TASK, 512)] * 4],
+    ),
+    "answers": (
+        "two clients with short questions and long answers, which outgrow the memory",
+        [(Gamma(1.7, 0.5), ANSWER, 2048)] * 2,
+    ),
+    "documents": (
+        "a client with short prompts beside one with prompts of 2,000 to 3,500 tokens",
+        [(Gamma(2.3, 0.7), SHORT, 512), (Gamma(0.8, 0.2), DOCUMENT, 512)],
+    ),
+    "steady": (
+        "four clients with a mix that the reference serves well: do no harm",
+        [(Gamma(0.9, 0.7), MIXED, 1024)] * 4,
+    ),
+}
+
+
+def workload(name: str, seed: int, draw: int = 0) -> Workload:
+    """One draw of a workload. Names of clients and ids of requests are drawn too, and say nothing."""
+    entropy = (seed, list(WORKLOADS).index(name), draw)
+    rng = np.random.default_rng(entropy)
+    asked = WORKLOADS[name][1]
+    codes = rng.permutation(10_000)[: len(asked)]
+    several = [
+        Client(f"client {code:04}", arrivals, *lengths, duration=SECONDS, max_tokens=limit)
+        for code, (arrivals, lengths, limit) in zip(codes, asked, strict=True)
+    ]
+    drawn = clients([several[i] for i in rng.permutation(len(several))], int(rng.integers(2**32)))
+    ids = rng.permutation(10_000)[: len(drawn)]
+    renamed = [replace(request, request_id=f"{code:04}") for request, code in zip(drawn.requests, ids, strict=True)]
+    return Workload(renamed, name, seed)
+
+
+# --- a run ---
+
+
+class _Answers(SimulatedModel):
+    """It alone knows where an answer ends: requests do not say it."""
+
+    def __init__(self, lengths: dict[str, int]) -> None:
+        super().__init__(COST)
+        self._lengths = lengths
+
+    def forward(self, plan: Plan, kv: KVCache, store: object) -> dict[RequestState, int]:
+        return {
+            request: END
+            if len(request.generated) + 1 == self._lengths[request.request_id]
+            else (request.generated or request.prompt)[-1] + 1
+            for request, _, stop in plan.chunks
+            if stop == request.num_tokens
+        }
+
+
+class Endless(RuntimeError):
+    """A run has far more iterations than the work can need."""
+
+
+def machine(given: Workload, order: Order, scheduler: Scheduler) -> Engine:
+    """The engine of one run, before it. It keeps a light trace."""
+    model, memory = _Answers(given.output_lengths), PagedKVCache(NUM_BLOCKS, BLOCK)
+    return Engine(model, scheduler, memory, order=order, meta=given.meta, record_steps=False)
+
+
+def run(engine: Engine, given: Workload) -> Trace:
+    """Raises what engine and parts raise, or Endless."""
+
+    def count(record: object) -> None:
+        if engine.trace.num_steps >= MOST:
+            raise Endless(f"{MOST:,} iterations, and {len(engine.life.live)} of {len(given)} requests have not ended")
+
+    engine.run([replace(request, output_length=None) for request in given.requests], on_step=count)
+    return engine.trace
+
+
+# --- measures ---
+
+
+def is_good(timeline: Timeline) -> bool:
+    """Completed, first token at most TTFT after the arrival, mean gap between its tokens at most TPOT."""
+    if timeline.finish_reason not in COMPLETED or timeline.token_times[0] - timeline.arrival > TTFT:
+        return False
+    between = gaps(timeline)
+    return not between.size or bool(between.mean() <= TPOT)
+
+
+def goodput(trace: Trace) -> float:
+    """Share of all submitted requests that were good."""
+    return float(np.mean([is_good(timeline) for timeline in trace.timelines]))
+
+
+def fairness_gap(trace: Trace) -> float:
+    """Satisfaction of the best-served client minus that of the worst-served; 0 with one client.
+
+    A client is entitled to what it asks for, but to no more than an equal share: all requests divided by the number of
+    clients. Its satisfaction is its good requests divided by what it is entitled to, at most 1. So a client that floods
+    the server cannot complain that it gets less of its flood than modest clients of their few requests, and they can,
+    if they get no more than it does.
+    """
+    asked: dict[str, list[bool]] = {}
+    for timeline in trace.timelines:
+        asked.setdefault(timeline.client, []).append(is_good(timeline))
+    equal = len(trace.timelines) / len(asked)
+    satisfied = [min(1.0, sum(good) / min(len(good), equal)) for good in asked.values()]
+    return max(satisfied) - min(satisfied)
+
+
+def preemption_tax(trace: Trace) -> float:
+    """Tokens whose K/V preemptions have cost, recomputed or copied to the host, as a share of all executed tokens."""
+    lost = sum(step.recomputed + step.swapped_out for step in trace.counts)
+    return lost / max(1, sum(step.prefill + step.decode + step.recomputed for step in trace.counts))
+
+
+def longest_wait(trace: Trace) -> float:
+    """Seconds from arrival to first token of whoever waited longest."""
+    return max(timeline.token_times[0] - timeline.arrival for timeline in trace.timelines if timeline.token_times)
+
+
+WEIGHTS = {"goodput": 1.0, "fairness_gap": -0.5, "preemption_tax": -1.0}
+MEASURES = {"goodput": goodput, "fairness_gap": fairness_gap, "preemption_tax": preemption_tax}
+
+
+def measure(trace: Trace) -> dict[str, float]:
+    """The three measures, the score, and the longest wait, of one run."""
+    values = {name: of(trace) for name, of in MEASURES.items()}
+    score = 100 * sum(WEIGHTS[name] * value for name, value in values.items())
+    return {"score": score, **values, "longest_wait": longest_wait(trace)}
+
+
+def card(serve: Callable[[Workload], Trace], seed: int) -> pd.DataFrame:
+    """A row a workload: the means over the draws, of the longest wait the maximum."""
+    rows = {}
+    for name in WORKLOADS:
+        draws = pd.DataFrame([measure(serve(workload(name, seed, draw))) for draw in range(DRAWS)])
+        rows[name] = {**draws.mean(), "longest_wait": draws["longest_wait"].max()}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def served_by(make: Parts) -> Callable[[Workload], Trace]:
+    return lambda given: run(machine(given, *make()), given)
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Yours beside the reference's."""
+
+    mine: pd.DataFrame
+    theirs: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return table(self.mine, self.theirs)
+
+    def figure(self) -> Figure:
+        return figure(self.mine, self.theirs)
+
+
+def cards(make: Parts, seed: int = 0) -> Cards:
+    """Raises what the parts raise."""
+    return Cards(card(served_by(make), seed), reference_card(seed))
+
+
+@lru_cache
+def reference_card(seed: int) -> pd.DataFrame:
+    return card(served_by(reference), seed)
+
+
+def gain(mine: pd.DataFrame, theirs: pd.DataFrame) -> float:
+    """Of what the second card lacks to a mean score of 100, the share that the first has got back; negative: lost."""
+    return float((mine["score"] - theirs["score"]).mean() / (100 - theirs["score"].mean()))
+
+
+def share_of_points(mine: pd.DataFrame, theirs: pd.DataFrame) -> float:
+    """What the gain is worth by :data:`MARKS`; 0 below the first."""
+    return max((share for mark, share in MARKS.items() if gain(mine, theirs) >= mark), default=0.0)
+
+
+# --- as a table, as a figure ---
+
+DIGITS = {"score": 1, "goodput": 2, "fairness_gap": 2, "preemption_tax": 3, "longest_wait": 1}
+
+
+def table(mine: pd.DataFrame, theirs: pd.DataFrame) -> str:
+    """Both cards, ``yours (reference)`` in every cell, and the gain."""
+    share, mine, theirs = gain(mine, theirs), _with_mean(mine), _with_mean(theirs)
+    shown = {
+        name.replace("_", " "): [f"{a:.{n}f} ({b:.{n}f})" for a, b in zip(mine[name], theirs[name], strict=True)]
+        for name, n in DIGITS.items()
+    }
+    return f"yours (reference)\n{pd.DataFrame(shown, index=mine.index).to_string()}\ngain {share:+.2f}"
+
+
+def _with_mean(rows: pd.DataFrame) -> pd.DataFrame:
+    mean = {**rows.mean(), "longest_wait": rows["longest_wait"].max()}
+    return pd.concat([rows, pd.DataFrame([mean], index=["all"])])
+
+
+def figure(mine: pd.DataFrame, theirs: pd.DataFrame) -> Figure:
+    """A row a workload, a panel a measure: the reference, and how far you are from it."""
+    drawn = plot_style.new_figure(3.6)
+    axes = drawn.subplots(1, 1 + len(MEASURES), sharey=True)
+    for ax, name in zip(axes, ("score", *MEASURES), strict=True):
+        better = "less" if WEIGHTS.get(name, 1) < 0 else "more"
+        both = (_with_mean(rows)[name].to_numpy() for rows in (mine, theirs))
+        _panel(ax, *both, f"{name.replace('_', ' ')}, {better} is better")
+    axes[0].set_yticks(range(len(mine) + 1), [*mine.index, "all"])
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=plot_style.SMALL)
+    return drawn
+
+
+def _panel(ax: Axes, mine: np.ndarray, theirs: np.ndarray, title: str) -> None:
+    rows = np.arange(len(mine))
+    for values, place, size, label in ((theirs, 0, 10, "reference"), (mine, 3, 6, "yours")):
+        look = {**plot_style.SERIES[place], "linestyle": "none", "markersize": size}
+        ax.plot(values, rows, label=label, zorder=3, clip_on=False, **look)
+    ax.hlines(rows, theirs, mine, color=plot_style.SERIES[1]["color"], linewidth=1.5, zorder=2)
+    plot_style.tidy(ax, "", title, "")
+    highest, lowest = max(mine.max(), theirs.max()), min(0, mine.min(), theirs.min())
+    most = 100 if title.startswith("score") else 1.0 if highest > 0.2 else 0.2
+    ax.set_xlim(lowest, most)
+    ax.set_xticks([0, most / 2, most], [f"{tick:g}" for tick in (0, most / 2, most)])
+    ax.axhline(len(rows) - 1.5, color="#BBBBBB", linewidth=0.8)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(axis="x", color="#E0E0E0", linewidth=0.6)
