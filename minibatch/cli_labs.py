@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def _check(options: argparse.Namespace) -> int:
         outcomes = fresh.check(
             path, exercises, seed=options.seed, limits=_limits(options), pictures=pictures, quiet=options.json
         )
+        for each in outcomes:
+            each.picture = each.picture and os.path.relpath(each.picture)
         results += outcomes
         if not options.json:
             print(words.report(lab, outcomes))

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import minibatch
 from minibatch import ContinuousBatching, PagedKVCache, labs, metrics, paged_kv_cache, policies
@@ -268,6 +270,12 @@ def test_new_and_check(tmp_path, capsys):
     assert main(["lab", "check", str(tmp_path)]) == 2
 
 
+def test_the_syllabus_is_current():
+    """Fault: an instructor plans with points and minutes that are no longer true."""
+    text = (Path(__file__).parents[1] / "notebooks" / "labs" / "README.md").read_text(encoding="utf-8")
+    assert words.syllabus(LABS.values()) in text
+
+
 def test_words_promise_nothing():
     assert words.SAYS[checker.PASSED] == "all public checks passed"
 
@@ -294,6 +302,22 @@ def test_under_plain_pytest(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"})
     assert f"{len(PAGING.exercises) - 1} failed, 1 passed" in done.stdout, done.stdout
     assert "paging.1 is not done yet" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paging", "capstone"])
+def test_the_notebook_runs(name, tmp_path):
+    """Fault: a notebook with a cell that fails although the file beside it is right."""
+    lab = LABS[name]
+    folder.new(lab, tmp_path)
+    (tmp_path / f"{name}.py").write_text(sources.student_module(lab, solved=True))
+    notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    passed = sum("all public checks passed" in output.get("data", {}).get("text/html", "") for output in outputs)
+    assert passed == len(lab.exercises)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from minibatch.labs.checker import FAILED, NOT_DONE, PASSED, Outcome
 from minibatch.labs.exercise import Exercise, Lab
@@ -67,6 +68,9 @@ def details(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "to read", f"{where(exercise)}"
     if outcome.picture:
         yield "picture", outcome.picture
+        stepper = Path(outcome.picture).with_suffix(".html")
+        if stepper.exists():
+            yield "stepper", f"{stepper} (the run, iteration by iteration, in a browser)"
 
 
 def where(exercise: Exercise) -> str:
@@ -92,7 +96,7 @@ def as_html(outcome: Outcome) -> str:
             f'<tr><td style="text-align:left;vertical-align:top">{name}</td>'
             f'<td style="text-align:left">{html.escape(text)}</td></tr>'
             for name, text in details(outcome)
-            if name != "picture"
+            if name not in ("picture", "stepper")
         )
         rows.append(f"<table>{cells}</table>")
     return "\n".join(rows)
