@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from minibatch import compare_report, plot_style
+from minibatch import plot_style
 from minibatch.cli_options import add_command, check_writable, option
-from minibatch.labs import COUNTEREXAMPLES, folder, fresh, grade, run, sources, words
-from minibatch.labs.checker import PASSED
+from minibatch.labs import COUNTEREXAMPLES, Ran, folder, fresh, grade, run, sources, words
+from minibatch.labs.checker import PASSED, Outcome
 from minibatch.labs.fresh import Limits
 from minibatch.labs.manifest import LABS
 from minibatch.labs.scorecard import Cards
+from minibatch.labs.trial import told
 from minibatch.llm import load_model
+from minibatch.plan import PlanError
 
 NOT_PASSED = 6
 
@@ -43,6 +47,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     names = "toy (its tokens, at the times of a GPU), smollm2-135m (the real one), a Hub id or a path"
     option(command, "--model", "toy", names, str)
     option(command, "--out", None, "directory for pictures and traces (default: run, beside your file)", Path)
+    option(command, "--seed", 0, "of the workload", int)
     command = add_command(inside, "grade", _grade, "Grades a class folder, a directory a submission.")
     command.add_argument("submissions", type=Path, metavar="SUBMISSIONS")
     command.add_argument("--lab", action="append", default=[], help="grade this lab (default: all handed in); repeat")
@@ -105,7 +110,7 @@ def _check(options: argparse.Namespace) -> int:
             each.picture = each.picture and os.path.relpath(each.picture)
         results += outcomes
         if not options.json:
-            print(words.report(lab, outcomes))
+            _say(f"\n{words.report(lab, outcomes)}")
     if not results:
         raise ValueError(f"no exercise {options.exercise} in {', '.join(lab.name for lab, _ in found)}")
     if options.json:
@@ -118,14 +123,17 @@ def _run(options: argparse.Namespace) -> int:
     out = options.out or (place if place.is_dir() else place.parent) / "run"
     check_writable(out)
     model: Any = None if options.model == "toy" else load_model(options.model, "float32", "cpu")
-    ran = run(place, model)
+    try:
+        ran = run(place, model, options.seed, out)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        raise PlanError(f"your parts broke the engine: {told(error)}; minibatch lab check {place} says more") from error
     if isinstance(ran, Cards):
         out.mkdir(parents=True, exist_ok=True)
-        paths = [out / "scorecard.png"]
-        plot_style.save(ran.figure(), paths[0])
-    else:
-        paths = compare_report.save(ran.comparison, out)
-    print(ran)
+        plot_style.save(ran.figure(), out / "scorecard.png")
+    _say(str(ran))
+    paths = ran.paths if isinstance(ran, Ran) else [out / "scorecard.png"]
     print(f"\nwritten to {out}/: {', '.join(path.name for path in paths)}")
     return 0
 
@@ -133,14 +141,37 @@ def _run(options: argparse.Namespace) -> int:
 def _grade(options: argparse.Namespace) -> int:
     if options.csv is not None:
         check_writable(options.csv.parent)
-    graded = []
-    for one in grade.grade(options.submissions, folder.chosen(options.lab), options.seed, _limits(options)):
-        graded.append(one)
-        marks = " ".join({PASSED: "+"}.get(each.status, "-") for each in one.outcomes)
-        print(
-            f"{one.submission:<24}{one.lab.name:<12}{words.points(one.points, one.lab.points):>8}  {marks}", flush=True
-        )
+    graded = grade.grade(options.submissions, folder.chosen(options.lab), options.seed, _limits(options))
+    with contextlib.ExitStack() as stack:
+        table = None
+        if options.csv is not None:
+            file = stack.enter_context(options.csv.open("w", newline="", encoding="utf-8"))
+            table = grade.Table(file, options.seed)
+        for one in graded:
+            _print(one)
+            if table is not None:
+                table.add(one)
     if options.csv is not None:
-        grade.write_csv(graded, options.csv)
         print(f"written to {options.csv}")
+    if others := grade.not_graded(options.submissions):
+        print(f"not graded, because a submission is a directory: {', '.join(others)}")
     return 0
+
+
+def _print(one: grade.Graded) -> None:
+    marks = [_mark(each) for each in one.outcomes]
+    got = words.points(one.points, one.lab.points)
+    _say(f"{one.submission:<24}{one.lab.name:<12}{got:>8}  {' '.join(marks)}")
+
+
+def _mark(outcome: Outcome) -> str:
+    """``+`` right, ``~`` right with a part of the points, ``-`` not right or not done, ``?`` nothing handed in."""
+    if outcome.status != PASSED:
+        return "?" if outcome.status == grade.MISSING else "-"
+    return "~" if outcome.points < outcome.max_points else "+"
+
+
+def _say(text: str) -> None:
+    """Prints what a terminal can show, whatever is in a student's messages and file names."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -200,7 +200,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)  # compared and hashed by identity: two requests are never the same request
+@dataclass(eq=False, slots=True, repr=False)  # compared and hashed by identity: two requests are never the same
 class RequestState:
     """What one engine knows about one request. Only the engine changes it.
 
@@ -250,6 +250,9 @@ class RequestState:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
         self.num_tokens = self.num_prompt + len(self.generated)
+
+    def __repr__(self) -> str:
+        return f"<{self.label}: {self.num_prompt} + {len(self.generated)} tokens, {self.num_computed} computed>"
 
     @property
     def params(self) -> SamplingParams:

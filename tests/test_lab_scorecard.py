@@ -65,6 +65,25 @@ def test_fairness_gap(run, gap):
     assert scorecard.fairness_gap(run) == pytest.approx(gap)
 
 
+def test_a_wait_is_for_any_token():
+    """Fault: whoever is late already may stand still for ever."""
+    assert scorecard.waited(timeline(first=2.0, gap=5.0)) == pytest.approx(5.0)
+    assert scorecard.waited(timeline(first=6.0, gap=5.0)) == pytest.approx(6.0)
+
+
+def test_the_preemption_tax_counts_what_is_computed_again_and_what_is_copied():
+    """Against the engine's own counts, on the workload that outgrows the memory."""
+    given = scorecard.workload("answers", 0)
+    for preemption in (policies.Recompute(), policies.Swap()):
+        engine = scorecard.machine(given, policies.FCFS(), ChunkedPrefill(token_budget=256, preemption=preemption))
+        noted = scorecard.run(engine, given)
+        steps = engine.trace.counts
+        lost = sum(step.recomputed + step.swapped_out for step in steps)
+        assert noted.meta["lost"] == lost > 0
+        assert noted.meta["executed"] == sum(step.prefill + step.decode + step.recomputed for step in steps)
+        assert scorecard.preemption_tax(noted) == lost / noted.meta["executed"]
+
+
 def test_requests_do_not_say_how_long_their_answers_are():
     seen = []
 
@@ -101,7 +120,8 @@ def test_table_and_figure_have_every_workload_and_measure():
     assert all(name in said for name in [*scorecard.WORKLOADS, "goodput", "fairness gap", "preemption tax", "all"])
     assert isinstance(scorecard.figure(theirs, theirs), Figure)
     assert scorecard.gain(theirs, theirs) == 0
-    assert scorecard.share_of_points(theirs, theirs) == 0
+    gains = (0, scorecard.LEAST, (scorecard.LEAST + scorecard.FULL) / 2, scorecard.FULL, 0.9)
+    assert [scorecard.share_of_points(gain) for gain in gains] == pytest.approx([0, 0, 0.5, 1, 1])
 
 
 # --- more that fails, for reasons of its own ---
@@ -152,6 +172,15 @@ class Touching(policies.FCFS):
         super().take(request)
 
 
+class Forging(policies.FCFS):
+    """Writes better times into the book when a request has ended."""
+
+    def end(self, request):
+        super().end(request)
+        known = request.timeline
+        known.token_times[:] = [known.arrival + 0.01 * (i + 1) for i in range(len(known.token_times))]
+
+
 CHUNKED = {"token_budget": 256}
 
 
@@ -165,6 +194,7 @@ CHUNKED = {"token_budget": 256}
         (lambda: (policies.FCFS(), Idle()), "waits for ever"),
         (lambda: (policies.FCFS(), Beyond(**CHUNKED)), "cannot be carried out"),
         (lambda: (Touching(), ChunkedPrefill(**CHUNKED)), "changes nothing"),
+        (lambda: (Forging(), ChunkedPrefill(**CHUNKED)), "changes nothing"),
         (lambda: (Counting(), ChunkedPrefill(**CHUNKED)), "kept between runs"),
         (lambda: (policies.FCFS(), ChunkedPrefill(**CHUNKED, max_num_seqs=8)), "starves"),
         (lambda: (policies.FCFS(), ChunkedPrefill(**CHUNKED, max_num_seqs=1)), "come to an end"),
@@ -183,13 +213,13 @@ def test_what_the_check_says(part, says):
 @pytest.mark.slow
 def test_graders_seeds_are_others(monkeypatch):
     monkeypatch.setattr(Seed, "value", 5)
-    assert capstone.check(scorecard.parts)[0] == 0.25
+    assert 0 < capstone.check(scorecard.parts)[0] < 0.4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("part", "share"), [(solutions._composed, 0.5), (solutions._in_time, 1.0)])
-def test_it_can_be_beaten_for_any_seed(part, share, seed, monkeypatch):
+@pytest.mark.parametrize(("part", "share"), [(solutions._composed, 0.2), (solutions._in_time, 0.8)])
+def test_it_can_be_beaten_whatever_the_seed(part, share, seed, monkeypatch):
     """Fault: an exercise that only luck can solve, or one knob alone."""
     monkeypatch.setattr(Seed, "value", seed)
     assert capstone.check(part)[0] >= share

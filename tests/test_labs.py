@@ -80,6 +80,23 @@ def test_folder(lab, tmp_path):
     assert paths[0].read_text().endswith("# mine")
 
 
+def test_no_lab_gives_away_the_answer_of_another(tmp_path):
+    """Fault: "the rest of the class" in a README, with the body of what another lab asks for."""
+    bodies = {}
+    for exercise in EXERCISES.values():
+        node, source = sources._target(exercise), sources._source(exercise.module).splitlines()
+        functions = [node] if isinstance(node, sources.Function) else [f for f in node.body if hasattr(f, "args")]
+        for function in functions:
+            answer = sources._without_docstring(function).body
+            said = [line.strip() for line in source[answer[0].lineno - 1 : answer[-1].end_lineno]]
+            bodies.setdefault(exercise.id, []).extend(line for line in said if len(line) > 40)
+    for lab in LABS.values():
+        text = folder.readme(lab)
+        shown = {line.strip() for line in text.splitlines()}
+        for id, lines in bodies.items():
+            assert len(shown.intersection(lines)) <= len(lines) / 2, (lab.name, id, shown.intersection(lines))
+
+
 def test_the_manifest():
     """Fault: an id used twice or changed, a target or notebook that is not there, a task that was forgotten."""
     notebooks = {path.stem for path in (Path(__file__).parents[1] / "notebooks").glob("*.py")}
@@ -145,6 +162,20 @@ def test_what_is_plugged_in_is_put_back_after_an_error():
     with pytest.raises(RuntimeError), plugged(EXERCISES["paging.1"], type("BlockPool", (), {})):
         raise RuntimeError
     assert paged_kv_cache.BlockPool is old
+
+
+def test_what_the_package_has_already_is_put_back_too():
+    """Fault: a part that is somebody else in the package; afterwards both names mean the reference."""
+
+    def everything():
+        modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "minibatch"]
+        tables = [*map(vars, modules), *(t for m in modules for t in vars(m).values() if isinstance(t, dict))]
+        return [(id(table), key, id(value)) for table in tables for key, value in table.items()]
+
+    labs.check("fairness.1", policies.FCFS)
+    before = everything()
+    labs.check("fairness.1", policies.FCFS)
+    assert everything() == before
 
 
 # --- checks ---
@@ -222,6 +253,45 @@ def test_whatever_a_student_writes_is_told(body, before, says, tmp_path):
     assert re.search(says, outcome.idea), outcome
     if body and not before:
         assert {outcomes[i].status for i in (0, 2, 3)} == {checker.NOT_DONE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "passes"),
+    [
+        ("os.fork()", True),  # and both would report
+        ("open(sys.argv[2], 'a').write('garbage')", False),
+        ("json.dump({'id': 'metrics.1', 'status': 'passed', 'points': 99}, open(sys.argv[2], 'a'))", False),
+        ("os.remove(sys.argv[2])", False),
+    ],
+)
+def test_only_what_was_asked_for_counts(line, passes, tmp_path):
+    """Fault: outcomes twice, points that nobody can have, everybody's grades lost for one file."""
+    path = tmp_path / "metrics.py"
+    text = sources.student_module(METRICS, solved=True)
+    path.write_text(text.replace("import math", "import json\nimport math\nimport os\nimport sys") + f"\n{line}\n")
+    outcomes = fresh.check(path, METRICS.exercises, quiet=True)
+    assert [o.id for o in outcomes] == [e.id for e in METRICS.exercises]
+    assert all(o.points <= o.max_points for o in outcomes)
+    assert all(o.status == checker.PASSED for o in outcomes) or not passes
+
+
+@pytest.mark.slow
+def test_a_helper_file_has_no_memory(tmp_path):
+    """Fault: a file that was imported while one exercise was checked keeps what was there then."""
+    (tmp_path / "helper.py").write_text("from minibatch.metrics import gaps, makespan")
+    text = sources.student_module(METRICS, solved=True)
+    (tmp_path / "metrics.py").write_text(text.replace("import math", "import helper\nimport math"))
+    assert [o.status for o in fresh.check(tmp_path / "metrics.py", METRICS.exercises)] == ["passed"] * 3
+    forward = text[: text.index("def gaps")].replace("import math", "import helper\nimport math")
+    (tmp_path / "metrics.py").write_text(f"{forward}\ndef makespan(trace):\n    return helper.makespan(trace)\n")
+    assert fresh.check(tmp_path / "metrics.py", METRICS.exercises)[1].status == checker.FAILED
+
+
+def test_limits_that_make_no_sense_are_refused():
+    for bad in ({"seconds": 0}, {"seconds": float("nan")}, {"mebibytes": 50}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            fresh.Limits(**bad)
 
 
 @pytest.mark.slow
@@ -329,11 +399,11 @@ def test_run(tmp_path, capsys):
     (tmp_path / "paging.py").write_text(rows(RIGHT))
     ran = labs.run(tmp_path)
     assert set(ran.calls) == {"paging.2"} and ran.calls["paging.2"] > 100
-    assert set(ran) == {"static", "continuous", "paged", "chunked"} and ran.comparison.holds
+    assert set(ran) == {"static", "continuous", "paged", "chunked"} and ran.holds
     assert "paging.2 Which row is a token in: called" in repr(ran)
     wrong = "return np.arange(start, stop)  # as if everybody had the first rows"
     (tmp_path / "paging.py").write_text(rows(wrong))
-    assert not labs.run(tmp_path).comparison.holds
+    assert not labs.run(tmp_path).holds
     assert minibatch.kv_cache.KVCache.rows.__module__ == "minibatch.kv_cache"
 
 
@@ -344,6 +414,7 @@ def test_grade(tmp_path, capsys):
         "ada": RIGHT,
         "bad": "import shutil, os; shutil.rmtree(os.getcwd()); os._exit(1)",
         "eve": "while True: pass",
+        "umlaut": "raise ValueError('\\udcff \u2713')",
         "zoe": RIGHT,
     }
     for name, body in bodies.items():
@@ -351,28 +422,31 @@ def test_grade(tmp_path, capsys):
         place.mkdir(parents=True)
         (place / "paging.py").write_text(rows(body))
     (tmp_path / "class" / "nobody").mkdir()
-    (tmp_path / "class" / "two" / "a").mkdir(parents=True)
-    for place in ("two", "two/a"):
+    for place in ("two/a", "two/b", "old/backup", "old", "venv only/.venv"):
+        (tmp_path / "class" / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / "class" / place / "paging.py").write_text(rows(RIGHT))
+    (tmp_path / "class" / "link").mkdir()
+    (tmp_path / "class" / "link" / "paging.py").symlink_to(tmp_path / "class" / "ada" / "paging.py")
+    os.mkfifo(tmp_path / "class" / "ada" / "pipe")
     (tmp_path / "class" / "notes.txt").write_text("not a submission")
     table = tmp_path / "grades.csv"
     assert main(["lab", "grade", str(tmp_path / "class"), "--csv", str(table), "--seconds", "3"]) == 0
-    with table.open() as file:
+    with table.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    assert len(found) == 6 * len(PAGING.exercises)
     points = {row["submission"]: float(row["points"]) for row in found if row["exercise"] == "paging.2"}
-    assert points == {"ada": 3, "bad": 0, "eve": 0, "nobody": 0, "two": 0, "zoe": 3}
+    right, wrong = ("ada", "old", "zoe"), ("bad", "venv only", "eve", "link", "nobody", "two", "umlaut")
+    assert points == {**dict.fromkeys(right, 3), **dict.fromkeys(wrong, 0)}
+    assert len(found) == len(points) * len(PAGING.exercises)
     status = {row["submission"]: row["status"] for row in found if row["exercise"] == "paging.1"}
-    assert status == {
-        "ada": "not done",
-        "bad": "not done",
-        "eve": "not done",
-        "nobody": "missing",
-        "two": "failed",
-        "zoe": "not done",
-    }
+    missing = {name for name, what in status.items() if what == "missing"}
+    assert missing == {"venv only", "link", "nobody"} and status["two"] == "failed" and status["ada"] == "not done"
+    ideas = {row["submission"]: row["idea"] + row["happened"] for row in found if row["exercise"] == "paging.2"}
+    assert "it was in rows, line" in ideas["eve"] and "\\udcff" in ideas["umlaut"]
+    assert "2 files named paging.py" in ideas["two"]
+    said = capsys.readouterr().out
+    assert "not graded, because a submission is a directory: notes.txt" in said
+    assert "nobody                  paging          0/17  ? ? ? ?" in said
     assert (tmp_path / "class" / "bad" / "paging.py").exists()
-    assert "2 files named paging.py" in {row["idea"] for row in found if row["submission"] == "two"}
     with pytest.raises(ValueError, match="no directories"):
         list(grade.grade(tmp_path / "class" / "nobody"))
     assert main(["lab", "grade", str(tmp_path / "class"), "--lab", "nothing"]) == 2

@@ -97,6 +97,7 @@ def ids(lab: str) -> list[str]:
 
 def demand(exercise_id: str, path: Path) -> None:
     """For pytest: raises AssertionError, with the counter-example in words, unless the student's file passes."""
+    __tracebackhide__ = True  # pytest shows the words, and not this code
     (outcome,) = fresh.check(path, [_exercise(exercise_id)], pictures=path.parent / COUNTEREXAMPLES)
     if outcome.status != PASSED:
         raise AssertionError(repr(Verdict(outcome, None)) if outcome.status == FAILED else outcome.idea)
@@ -106,37 +107,41 @@ COUNTEREXAMPLES = "counterexamples"  # the directory beside a student's file
 
 
 class Ran(Mapping[str, Trace]):
-    """A comparison that ran on a student's parts: a trace a configuration, and what ``compare`` says of them."""
+    """A comparison that ran on a student's parts: a trace a configuration, and what ``compare`` says of them.
 
-    def __init__(self, comparison: Any, calls: Mapping[str, int]) -> None:
-        self.comparison, self.calls = comparison, dict(calls)
+    ``calls``   how often each exercise's code was called, by id; ``paths``: what was written
+    """
+
+    def __init__(self, traces: Mapping[str, Trace], holds: bool, calls: Mapping[str, int], report: str) -> None:
+        self.traces, self.holds, self.calls, self.report = dict(traces), holds, dict(calls), report
+        self.paths: list[Path] = []
 
     def __getitem__(self, name: str) -> Trace:
-        return self.comparison.traces[name]
+        return self.traces[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.comparison.traces)
+        return iter(self.traces)
 
     def __len__(self) -> int:
-        return len(self.comparison.traces)
+        return len(self.traces)
 
     def __repr__(self) -> str:
-        from minibatch import compare_report
-
-        used = [f"{id} {EXERCISES[id].title}: called {count:,} times" for id, count in self.calls.items()]
-        return "\n".join(["your parts in this run", *used, "", compare_report.describe(self.comparison)])
+        used = [f"{id} {EXERCISES[id].title}: {words.calls(count)}" for id, count in self.calls.items()]
+        return "\n".join(["your parts in this run", *used, "", self.report])
 
 
-def run(place: str | Path = ".", model: Any = None) -> Ran | Cards:
+def run(place: str | Path = ".", model: Any = None, seed: int = 0, out: Path | None = None) -> Ran | Cards:
     """Runs ``compare`` with the parts of a student's file that are done; all others are the package's. Of the capstone:
     the scorecard.
 
     ``place``  the file, or the directory of one lab
     ``model``  default: the toy, at the times that a cost model gives to a model on a GPU
+    ``seed``   of the workload
+    ``out``    directory for pictures and traces; None: none are written
 
     Raises ValueError if there is no such file or nothing in it is done, and whatever the parts raise.
     """
-    from minibatch import compare
+    from minibatch import compare, compare_report
     from minibatch.labs import scorecard
     from minibatch.labs.parts import TimedToy, in_engine
 
@@ -145,8 +150,12 @@ def run(place: str | Path = ".", model: Any = None) -> Ran | Cards:
         raise ValueError(f"{place} has {len(found)} labs: name the file of one, such as {found[0][1]}")
     ((lab, path),) = found
     if lab.run is None:
-        return scorecard.cards(checker.load(path).parts)
-    knobs = {"workload": "short", "num_requests": 12, "max_tokens": 32, "load": 12.0, **(lab.run or {})}
-    with in_engine(lab, path) as calls:
+        return scorecard.cards(checker.load(path).parts, seed)
+    knobs = {"workload": "short", "num_requests": 12, "max_tokens": 32, "load": 12.0, **lab.run, "seed": seed}
+    with in_engine(lab, path) as calls:  # numbers and pictures too: some parts make these
         comparison = compare.run(model or TimedToy(), compare.Setup(**knobs), progress=False)
-    return Ran(comparison, calls)
+        ran = Ran(comparison.traces, comparison.holds, calls, compare_report.describe(comparison))
+        if out is not None:
+            ran.paths = compare_report.save(comparison, out)
+    ran.calls = dict(calls)
+    return ran

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 from minibatch.labs.counterexample import CounterExample, Picture
 from minibatch.labs.exercise import Exercise, Lab
 from minibatch.labs.plug import plugged, reference
-from minibatch.labs.trial import told
+from minibatch.labs.trial import asked, told
 
 PASSED, FAILED, NOT_DONE = "passed", "failed", "not done"
 
@@ -58,8 +59,11 @@ class Missing(Exception):
     """The student's code has no such part, or it is none."""
 
 
-def check_part(exercise: Exercise, part: Any) -> tuple[Outcome, Picture | None]:
-    """Tests a function or class (for a method: a class that has it, or the function itself)."""
+def check_part(exercise: Exercise, part: Any, in_file: bool = False) -> tuple[Outcome, Picture | None]:
+    """Tests a function or class (for a method: a class that has it, or the function itself).
+
+    ``in_file``  it is from a student's file, in a process of its own
+    """
     start = time.perf_counter()
     check = exercise.check  # imported before anything is replaced
     picture = None
@@ -86,8 +90,13 @@ def check_part(exercise: Exercise, part: Any) -> tuple[Outcome, Picture | None]:
         picture = error.picture
     except Missing as error:
         found = outcome(exercise, FAILED, idea=str(error))
-    except (Exception, SystemExit) as error:
-        found = outcome(exercise, FAILED, idea="Your code raises an exception.", happened=told(error))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not in_file:
+            raise  # somebody who waits in a notebook
+        idea = "Your code raises an exception."
+        if f"'super' object has no attribute '{exercise.method}'" in str(error):
+            idea = f"The package's own {exercise.name} is not there while yours is tested: it is what you are to write."
+        found = outcome(exercise, FAILED, idea=idea, case=asked(error), expected="no exception", happened=told(error))
     found.seconds = time.perf_counter() - start
     return found, picture
 
@@ -98,31 +107,38 @@ def check_file(exercise: Exercise, lab: Lab, path: Path) -> tuple[Outcome, Pictu
     All else is the reference's, that of other exercises in the same file too. The reference's answer to this exercise
     is not there while the module is imported and tested.
     """
-    importlib.import_module(exercise.module)
-    exercise.check  # noqa: B018 (imports the checks, while everything is the reference's)
+    import_all(exercise)
     owner = reference(exercise)
     with plugged(exercise, _nothing(exercise)):
         try:
             module = load(path)
         except NotImplementedError as error:
             return outcome(exercise, NOT_DONE, idea=str(error)), None
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             found = outcome(exercise, FAILED, idea=f"{path.name} cannot be imported.", happened=told(error))
             return found, None
         part = getattr(module, exercise.top, None)
         for other in lab.exercises:  # so that no exercise needs another one
             if other.top != exercise.top or exercise.method:
                 setattr(module, other.top, owner if other.top == exercise.top else reference(other))
-        return check_part(exercise, part)
+        return check_part(exercise, part, in_file=True)
+
+
+def import_all(exercise: Exercise) -> None:
+    """What a check needs, while everything is the reference's."""
+    importlib.import_module(exercise.module)
+    exercise.check  # noqa: B018 (a property that imports)
 
 
 def load(path: Path) -> ModuleType:
     """A student's module; files beside it can be imported from it. Raises what importing it raises."""
-    name = f"lab_{path.stem}"
+    name, beside = f"lab_{path.stem}", str(path.resolve().parent)
+    for other, known in list(sys.modules.items()):  # imported for another exercise: what they have is not what is now
+        if str(getattr(known, "__file__", None)).startswith(beside + os.sep):
+            del sys.modules[other]
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    beside = str(path.resolve().parent)
     if beside not in sys.path:
         sys.path.append(beside)
     spec.loader.exec_module(module)

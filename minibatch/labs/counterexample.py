@@ -55,6 +55,8 @@ def expect(
     """
     if same(got, want):
         return
+    if got is None:
+        idea = "Nothing comes out of your code: is a `return` missing?"
     if picture is None:
 
         def picture() -> Figure:

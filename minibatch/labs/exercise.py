@@ -73,6 +73,7 @@ class Lab:
     ``goals``    what a student can do afterwards
     ``run``      knobs of the comparison that shows the parts at work (fields of :class:`minibatch.compare.Setup`);
                  None: there is something else to show
+    ``shows``    the configuration of which the notebook draws the run
     """
 
     name: str
@@ -81,6 +82,7 @@ class Lab:
     goals: tuple[str, ...]
     exercises: tuple[Exercise, ...]
     run: Mapping[str, Any] | None = field(default_factory=dict)
+    shows: str = "paged"
 
     @property
     def points(self) -> int:

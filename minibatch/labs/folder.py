@@ -28,6 +28,18 @@ Or work in `{name}.ipynb`, or run `pytest`. The exercises do not need each other
 package's own. The checks look at what your code does, never at how; when it is graded there may be others.
 
 {exercises}
+
+## What you can use
+
+What `{name}.py` imports from the package, without the bodies.
+
+<details><summary>Classes and functions</summary>
+
+```python
+{usable}
+```
+
+</details>
 """
 
 ABOUT = """## {id} {title}
@@ -64,6 +76,7 @@ from minibatch import labs
 
 @pytest.mark.parametrize("exercise", labs.ids("{lab}"))
 def test_exercise(exercise, request):
+    __tracebackhide__ = True
     labs.demand(exercise, request.path.with_name("{lab}.py"))
 '''
 
@@ -91,7 +104,7 @@ def new(lab: Lab, directory: Path) -> list[Path]:
 def find(place: Path) -> list[tuple[Lab, Path]]:
     """The labs whose files lie in a directory, or that a file is for. Raises ValueError if there is none."""
     files = [place] if place.is_file() else sorted(place.glob("*.py"))
-    found = [(LABS[path.stem], path) for path in files if path.stem in LABS]
+    found = [(LABS[path.stem], path) for path in files if path.stem in LABS and path.is_file()]
     if not found:
         names = ", ".join(f"{name}.py" for name in LABS)
         raise ValueError(f"no lab in {place}: there would be one of {names} (minibatch lab new LAB makes them)")
@@ -114,6 +127,7 @@ def readme(lab: Lab) -> str:
         minutes=lab.minutes,
         goals="\n".join(f"- {goal}" for goal in lab.goals),
         exercises="\n\n".join(map(_about, lab.exercises)),
+        usable="\n\n\n".join(sources.usable(lab)) or "# nothing",
     )
 
 
@@ -149,11 +163,8 @@ def notebook(lab: Lab) -> str:
 def _run(lab: Lab) -> list[str]:
     if lab.run is None:
         return ['cards = labs.run(".")\nprint(cards)', "show(cards.figure())"]
-    return [
-        'runs = labs.run(".")\nprint(runs)',
-        'show(plots.membership(runs["paged"]))',
-        'show(plots.kv_memory(runs["paged"]))',
-    ]
+    pictures = [f'show(plots.{name}(runs["{lab.shows}"]))' for name in ("membership", "kv_memory")]
+    return ['runs = labs.run(".")\nprint(runs)', *pictures]
 
 
 def _markdown(text: str) -> dict:

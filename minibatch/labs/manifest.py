@@ -79,8 +79,9 @@ STATIC = Lab(
             "no K/V yet, from num_computed to num_tokens. Each finished member has a dead row instead, "
             "Padding(request, 1, dead=True) in the plan's padding; a place that nobody took has no row. Nobody joins "
             "from the queue; if somebody waits there (len(queue) > 0), the plan's rest is a text that says why, in "
-            "your words. With a finished and b at 5 tokens, 4 of them computed, that is Chunk(b, 4, 5) and Padding(a, "
-            "1, dead=True). Planning changes nothing: leave active, queue and requests as they are.",
+            "your words, else the empty string. chunks and padding are tuples; lists will do. With a finished and b "
+            "at 5 tokens, 4 of them computed, that is Chunk(b, 4, 5) and Padding(a, 1, dead=True). Planning changes "
+            "nothing: leave active, queue and requests as they are.",
             3,
             "01_static_batches",
             "static.decode",
@@ -99,8 +100,8 @@ STATIC = Lab(
             "self.max_wait, return a Plan without chunks whose wake_at is that time (waiting may say why, with a "
             "Waiting(request, text)). Otherwise return the plan (replace(plan, ...) makes a copy with changes) with a "
             "Padding(request, n, dead=False) for each prompt that is n tokens shorter than the longest of this batch, "
-            "but none for n = 0: prompts of 2, 5 and 3 tokens get 3, no and 2 left pads. Planning changes nothing: "
-            "call admit only on the draft.",
+            "but none for n = 0 (a tuple of them; a list will do): prompts of 2, 5 and 3 tokens get 3, no and 2 left "
+            "pads. Planning changes nothing: call admit only on the draft.",
             5,
             "01_static_batches",
             "static.form",
@@ -123,6 +124,7 @@ STATIC = Lab(
             "static.tally",
         ),
     ),
+    shows="static",
 )
 
 ITERATION = Lab(
@@ -139,9 +141,9 @@ ITERATION = Lab(
             "Who leaves",
             "minibatch.plan_draft:IterationLevel.leaving",
             "The engine asks this after every iteration in which somebody has ended. active is the list of those who "
-            "have place and memory; request.is_finished tells who has ended, for whatever reason. Return a list of "
-            "those who leave, each of them once; an empty list if nobody does. The engine does the rest: do not "
-            "change active itself. Of a (alive), b (finished) and c (alive), [b] leaves, and a and c stay.",
+            "have place and memory; request.is_finished tells who has ended, for whatever reason. Return a new "
+            "list of those who leave, each of them once; an empty list if nobody does. The engine does the rest: do "
+            "not change active itself. Of a (alive), b (finished) and c (alive), [b] leaves, and a and c stay.",
             2,
             "02_iteration_level_scheduling",
             "iteration.leaving",
@@ -150,9 +152,9 @@ ITERATION = Lab(
             "iteration.2",
             "Prefill, decode or again",
             "minibatch.plan:Chunk.kinds",
-            "A chunk, which has request, start and stop, computes the tokens at the places start to stop - 1 of its "
-            "request. Those below request.high_water had been computed before, and their K/V was lost: they are "
-            "recomputed, whether they belong to the prompt or were generated. Of the others, those below "
+            "A chunk, which has request, start and stop, computes the tokens start:stop (start is one of them, stop "
+            "is not) of its request. Those below request.high_water had been computed before, and their K/V was lost: "
+            "they are recomputed, whether they belong to the prompt or were generated. Of the others, those below "
             "request.num_prompt are prefill (the last of the prompt too, from which a token is sampled), and those "
             "from there on are decode. Return how many the chunk has of each, three numbers that are never negative "
             "and add up to stop - start. A chunk may begin at, below or beyond the mark: a prefix cache makes it "
@@ -183,6 +185,7 @@ ITERATION = Lab(
             "iteration.plan",
         ),
     ),
+    shows="continuous",
 )
 
 ADMISSION = Lab(
@@ -219,7 +222,8 @@ ADMISSION = Lab(
             "included. The request may join if at least self.share of the pool (draft.memory.kv.num_units blocks), "
             "rounded down to whole blocks, is still free afterwards; also if nobody runs, and also if "
             "draft.memory.kv.grows is False, for then nobody needs another slot. Whether its own blocks are there at "
-            "all is asked elsewhere. The draft is only looked at: you are asked several times. Example: 10 blocks, 6 "
+            "all is asked elsewhere: if they are not, either answer is right. The draft is only looked at: you are "
+            "asked several times. Example: 10 blocks, 6 "
             "of them free, a share of 0.25: 2 are kept, so a request that needs 4 may join, and one that needs 5 has "
             "to wait.",
             4,
@@ -279,7 +283,7 @@ PAGING = Lab(
             "minibatch.kv_cache:KVCache.rows",
             "self.units(request) are the blocks (or the one slot) of the request in token order, self.unit_size is "
             "how many rows each has. With blocks of 4 and the table [7, 2], token 5 is in row 2 * 4 + 1 = 9. Return "
-            "one row number for each of the tokens start to stop - 1, as a numpy array of int64; an empty one for "
+            "one row number for each of the tokens start:stop, as a numpy array of int64; an empty one for "
             "start == stop. It works for slots in the same way.",
             3,
             "04_paging",
@@ -355,7 +359,7 @@ PREFIX = Lab(
             "tokens a tuple, salt request.request.cache_salt. Return what was found up to the first None, as a list "
             "of CachedBlocks. All tokens of a request count, prompt and generated, since a preempted one comes back "
             "with both: there are request.num_tokens, request.tokens(start, stop) is a list of some, and "
-            "self._pieces(request, first, last) yields the tuples of its blocks first to last - 1. At least one token "
+            "self._pieces(request, first, last) yields the token tuples of its blocks first:last. At least one token "
             "must be left to compute: of 12 tokens in blocks of 4 at most two blocks are found, of 13 three. With "
             "request.params.prompt_logprobs (anything but None) nothing is found. Planning calls this, so it changes "
             "nothing.",
@@ -370,15 +374,15 @@ PREFIX = Lab(
             "Called after each iteration that has computed tokens of the request: the first request.num_computed of "
             "its tokens have K/V now, the others not yet. self._tables[request] lists its blocks (of self.unit_size "
             "tokens) in token order, and self._pieces(request, first, last) yields the token tuples of its blocks "
-            "first to last - 1. For every full, computed block, in order, call self.pool.remember(block, parent, "
-            "tokens, salt), the salt being request.request.cache_salt. It returns the CachedBlock that the next block "
-            "has as parent (None is the parent of the first block only); this can be another one that holds the same "
+            "first:last. For every full, computed block, in order, call self.pool.remember(block, parent, tokens, "
+            "salt), the salt being request.request.cache_salt. It returns the CachedBlock that the next block has as "
+            "parent (None is the parent of the first block only); this can be another one that holds the same "
             "already. Or it returns None: the block cannot be found, and then no later block of the request may be "
-            "remembered, in this call or a later one, neither after an earlier block nor as the first of a chain. For "
-            "your notes between two calls there is self._chains, from requests to lists with one entry for each "
-            "leading block: what a request has found in the cache is already in its list, and others have no list "
-            "yet. With blocks of 4 and 6 of 10 tokens computed block 0 can be found; when all 10 are computed block 1 "
-            "too, after block 0.",
+            "remembered, neither after an earlier block nor as the first of a chain (to ask again for the same block "
+            "in a later call is allowed, and not needed). For your notes between two calls there is self._chains, "
+            "from requests to lists with one entry for each leading block: what a request has found in the cache is "
+            "already in its list, and others have no list yet. With blocks of 4 and 6 of 10 tokens computed block 0 "
+            "can be found; when all 10 are computed block 1 too, after block 0.",
             5,
             "05_prefix_cache",
             "prefix.publish",
@@ -404,7 +408,8 @@ PREFIX = Lab(
             "The tail first",
             "minibatch.paged_kv_cache:PagedKVCache.release",
             "self._tables maps a request to the list of its blocks in token order, and self._reserved to the number "
-            "of tokens that they were taken for; a request that holds nothing has no entry in either. "
+            "of tokens that they were taken for; a request that holds nothing has no entry in either, and afterwards "
+            "this one has none. "
             "self.pool.drop(blocks) takes one reference away from each of these, one after the other, and a block "
             "that has none left is free; other tables may go on pointing to it. In a prefix cache such a block can "
             "still be found, until blocks are needed: then the one that was dropped first is evicted first. So drop "
@@ -435,7 +440,7 @@ RAGGED = Lab(
             "Return Packed(tokens, positions, slots, spans, logits, num_logits). The sequence has first the chunks of "
             "one token, the one with the fewest tokens up to its stop first, then the longer chunks in the order of "
             "plan.chunks, then plan.padding. A chunk (request, start, stop) brings request.tokens(start, stop), at "
-            "the positions start to stop - 1; a Padding brings num_tokens times token 0 at position 0. slots has for "
+            "the positions start:stop; a Padding brings num_tokens times token 0 at position 0. slots has for "
             "each token the row that its K/V is written to: a token of a chunk has its own row, kv.rows(request, "
             "start, stop), padding has scratch_row. spans has a Span(first, length, rows) for each chunk, in the "
             "order of the sequence: the place of its first token, the number of its tokens, and the rows that it "
@@ -453,7 +458,7 @@ RAGGED = Lab(
             "The mask of a chunk",
             "minibatch.models.packing:visible",
             "All requests of the batch have the same number of queries, the tokens of their chunks: in a request with "
-            "n tokens so far they are its last ones, n - queries to n - 1, and the keys are its tokens 0 to n - 1. A "
+            "n tokens so far they are its last ones, n - queries:n, and the keys are its tokens 0:n. A "
             "query sees its own key and those before it, only the last window of these if there is a window "
             "(window=1: itself alone). The batch has as many columns as its longest request has keys; in the rows of "
             "a shorter request the columns after its keys are padding, which nobody sees. Return an array of truth "
@@ -485,7 +490,8 @@ CHUNKED = Lab(
             "that one request may have in one iteration (math.inf: no such limit). If self.partial is true, a request "
             "may compute a part of what it has pending, else it is all or nothing. Return the largest number that all "
             "this allows, 0 if there is none; change nothing: the caller takes the tokens off the budget. With 10 "
-            "pending, 5 left and a max_chunk of 8 the answer is 5 if partial, else 0.",
+            "pending, 5 left and a max_chunk of 8 the answer is 5 if partial, else 0; with 10 pending, all 64 left "
+            "and a max_chunk of 8 it is 8 if partial, else 0 again.",
             3,
             "07_chunked_prefill",
             "chunked.size",
@@ -494,15 +500,16 @@ CHUNKED = Lab(
             "chunked.2",
             "Decodes first, then what the budget has left",
             "minibatch.chunked_prefill:ChunkedPrefill.plan",
-            "Plan the next iteration of at most self.token_budget tokens. Three groups are asked, one after the other: "
-            "first whoever decodes (request.is_decoding), in the order that least_recently_scheduled(requests) "
+            "Plan the next iteration of at most self.token_budget tokens. Three groups are asked, one after the "
+            "other: first whoever decodes (request.is_decoding), in the order that least_recently_scheduled(requests) "
             "gives; then the prompts that were begun before and are not done (all others in active: those that are "
             "computed again after a preemption, too), in the order of active; then those that wait in the queue, "
             "whenever there is something left for them. PlanDraft(active, kv, token_budget, max_num_seqs, admission, "
             "preemption, partial, max_chunk) keeps the books of budget, places and memory: draft.run(requests) gives "
             "each as many tokens as it may have, draft.admit(queue, now) lets waiting requests join, draft.plan() is "
-            "the result. Limits and policies are the fields of self; partial is True, because prompts may be cut; "
-            "where self.max_chunk is None the draft wants math.inf. Change neither active nor anything else.",
+            "the result (it is the package's, whether or not you have done chunked.1). Limits and policies are the "
+            "fields of self; partial is True, because prompts may be cut; where self.max_chunk is None the draft "
+            "wants math.inf. Change neither active nor anything else.",
             5,
             "07_chunked_prefill",
             "chunked.plan",
@@ -522,6 +529,7 @@ CHUNKED = Lab(
         ),
     ),
     run={"workload": "mixed", "token_budget": 64},
+    shows="chunked",
 )
 
 PREEMPTION = Lab(
@@ -653,17 +661,17 @@ FAIRNESS = Lab(
             "A turn for each client",
             "minibatch.policies.queueing:RoundRobin",
             "The base class keeps a queue for each client and asks yours for a number: next is a request of the "
-            "client with the lowest standing(client); of equals, the one whose first waiting request came first. "
-            "Let the number be the turn (1, 2, 3, ... counted over all clients) in which the client was last "
-            "served, 0 if it never was; a client keeps it while it has nothing to ask. take(request) is called "
-            "when a request of request.client is admitted: that is a turn, unless the request comes back from a "
-            "preemption, for then it has been active before, and request.timeline.runs is not empty. A plan is "
-            "made before anybody is admitted, perhaps in vain, so it changes nothing of yours; and yet those who "
-            "join in one plan count each other: after(standing, request, draft) returns what the standing of its "
-            "client, up to now standing, would be with the request admitted, the last one in draft.admissions (a "
-            "dict, in the order of joining). note(request) is a text for people. __init__ and take have to call "
-            "those of the base class. Example: with 4 places free and 4 requests of X before 2 of Y, there join X,"
-            " Y, X, Y.",
+            "client with the lowest standing(client); of equals, the one whose first waiting request came first. Let "
+            "the number be the turn (1, 2, 3, ... counted over all clients) in which the client was last served, 0 if"
+            " it never was; a client keeps it while it has nothing to ask. take(request) is called when a request of "
+            "request.client is admitted: that is a turn, unless the request comes back from a preemption, for then it"
+            " has been active before, and request.timeline.runs is not empty. A plan is made before anybody is "
+            "admitted, perhaps in vain, so it changes nothing of yours; and yet those who join in one plan count each"
+            " other: after(standing, request, draft) returns what the standing of its client, up to now standing, "
+            "would be with the request admitted, the last one in draft.admissions (a dict, in the order of joining); "
+            "of one that comes back from a preemption it stays standing. note(request) is a text for people. __init__"
+            " and take have to call those of the base class. Example: with 4 places free and 4 requests of X before 2"
+            " of Y, there join X, Y, X, Y.",
             4,
             "08_policies",
             "fairness.round_robin",
@@ -722,7 +730,7 @@ COST = Lab(
             "cost.1",
             "What an iteration reads and computes",
             "minibatch.cost_model:Counts.of",
-            "Return cls(tokens, logits, ...). plan.chunks are (request, start, stop): tokens start to stop - 1 are "
+            "Return cls(tokens, logits, ...). plan.chunks are (request, start, stop): tokens start:stop are "
             "computed, and if stop == request.num_tokens one position goes through the head, else none. The query "
             "at position i sees the keys 0 to i, or with a window the last `window` of these; a chunk reads the "
             "K/V of each token that any of its queries sees, its own included, once, and writes those of its own "
@@ -749,7 +757,9 @@ COST = Lab(
             "much as long, and not squared, so that a few slow measurements do not decide. _search(loss, starts) "
             "returns the three positive numbers with the least loss(bandwidth, compute, sharpness), a float; "
             "starts is a list of such triples, tried one after the other (so give it several sharpnesses between 1 "
-            "and 5). _check_enough(distinct, seconds) raises the errors (FEWEST is 12); distinct is how many "
+            "and 5), and no sharpness that it returns is below 1. Efficiency(bandwidth, compute, sharpness) refuses "
+            "shares above 2 and a sharpness that is not between 1 and 100; a search of your own has to keep to that. "
+            "_check_enough(distinct, seconds) raises the errors (FEWEST is 12); distinct is how many "
             "different pairs (tokens, weights) there are, seconds an array. Exact times have to give the shares "
             "back within 1 %.",
             5,
@@ -778,10 +788,10 @@ CAPSTONE = Lab(
             "score of 100 x (goodput - fairness gap / 2 - preemption tax), all of them defined there; `minibatch "
             "lab run .` prints your card beside the reference's and draws it. What "
             "counts is the gain: your mean score minus the reference's, divided by what the reference lacks to 100. "
-            "A gain of 0.15 is worth a quarter of the points, 0.35 half, 0.44 three quarters, 0.52 all; but no "
-            "workload may fall more than 10 points below the reference, every request has to be answered, and none "
-            "may wait more than 25 s for its first token. Take what minibatch.policies has, or derive classes of "
-            "your own in this file (an Order needs key or walk; see also AdmissionPolicy, PreemptionPolicy, "
+            "Points begin at a gain of 0.2 and grow evenly up to 0.65, which is worth all of them; but no workload "
+            "may fall more than 15 points below the reference, every request has to be answered, and none may wait "
+            "more than 25 s for a token, the first or any other. Take what minibatch.policies has, or derive classes "
+            "of your own in this file (an Order needs key or walk; see also AdmissionPolicy, PreemptionPolicy, "
             "ChunkedPrefill.plan). parts is called before every run, does not know which workload comes, and has to "
             "make a new order and a new scheduler each time. They may use what a server knows: the requests that "
             "have arrived and those that run, with prompt, client, limit and what is generated so far, the memory, "

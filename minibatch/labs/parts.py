@@ -34,12 +34,19 @@ class TimedToy(PackedToy):
         return VirtualClock(CostModel(MODELS["llama-3-8b"], GPUS["a100-80"]))
 
 
+class NothingDone(ValueError):
+    """All that a file has are the bodies that it was handed out with."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]  # what a notebook shows: there is no mistake to look for
+
+
 @contextmanager
 def in_engine(lab: Lab, path: Path) -> Iterator[Counter[str]]:
     """Puts the parts of a student's file into the package while the block runs; those that are not done are the
     reference's. Yields how often each exercise's code has been called so far, by id; undone ones are missing.
 
-    Raises what importing the file raises, and ValueError if nothing in it is done.
+    Raises what importing the file raises, and NothingDone if nothing in it is done.
     """
     for exercise in lab.exercises:
         reference(exercise)  # imports what is to be replaced
@@ -53,7 +60,7 @@ def in_engine(lab: Lab, path: Path) -> Iterator[Counter[str]]:
                 calls[exercise.id] = 0
                 stack.enter_context(plugged(exercise, counting(exercise, part, calls)))
         if not calls:
-            raise ValueError(f"nothing in {path} is done yet")
+            raise NothingDone(f"nothing in {path} is done yet")
         for exercise in lab.exercises:  # the classes that only hold methods have served
             if exercise.method or exercise.id not in calls:
                 setattr(module, exercise.top, reference(exercise))

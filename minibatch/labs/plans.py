@@ -15,6 +15,7 @@ from minibatch.labs.counterexample import CounterExample, expect
 from minibatch.plan import Admission, Chunk, Padding, Plan
 from minibatch.policies.queueing import Order
 from minibatch.request import RequestState
+from minibatch.trace import counted
 
 Runs = list[tuple[str, list[str]]]  # tokens of one row: their kind (of plot_style.TOKENS), and a label for each
 Rows = dict[str, Runs]  # by request
@@ -70,7 +71,7 @@ def _facts(plan: Plan, rows: bool) -> Any:
 
 
 def in_words(plan: Plan, rows: bool = False) -> str:
-    """What each request does: ``a: 2 left pads, tokens 0 to 2, joins; b: token 4``."""
+    """What each request does: ``a: 2 left pads, tokens 0:3, joins; b: tokens 4:5``."""
     if not plan.chunks:
         return "nobody computes" + ("" if plan.wake_at is None else f", until t = {plan.wake_at:g}")
     said: dict[str, list[str]] = {}
@@ -78,12 +79,14 @@ def in_words(plan: Plan, rows: bool = False) -> str:
         kind = "dead" if pad.dead else "left"
         said.setdefault(pad.request.label, []).append(f"{pad.num_tokens} {kind} pad{'s' * (pad.num_tokens != 1)}")
     for request, start, stop in plan.chunks:
-        what = f"token {start}" if stop - start == 1 else f"tokens {start} to {stop - 1}"
-        said.setdefault(request.label, []).append(what)
+        beyond = f" (it has {counted(request.num_tokens, 'token')})" if stop > request.num_tokens else ""
+        said.setdefault(request.label, []).append(f"tokens {start}:{stop}{beyond}")
     for change in plan.preemptions:
         said.setdefault(change.request.label, []).append(f"preempted by {change.by.label}")
     for admission in plan.admissions:
-        said.setdefault(admission.request.label, []).append(f"joins with {admission.reserve} rows" if rows else "joins")
+        said.setdefault(admission.request.label, []).append(
+            f"joins with {counted(admission.reserve, 'row')}" if rows else "joins"
+        )
     return "; ".join(f"{name}: {', '.join(what)}" for name, what in sorted(said.items()))
 
 
@@ -122,11 +125,15 @@ def _names(requests: Iterable[RequestState]) -> str:
     return " ".join(request.label for request in requests) or "nobody"
 
 
+def _of_whom(requests: Iterable[RequestState]) -> str:
+    return ", ".join(r.label + (f" of {r.client}" if r.client != "default" else "") for r in requests) or "nobody"
+
+
 def twice(scheduler: type) -> type:
     """The same scheduler, which makes every plan twice and sees that this changes nothing."""
 
     def plan(self: Any, queue: Order, active: Sequence[RequestState], kv: KVCache, now: float) -> Plan:
-        case = f"in a run, t = {now:g}: {_names(active)} active, {_names(queue)} waiting"
+        case = f"in a run, t = {now:g}: {_of_whom(active)} active, {_of_whom(queue)} waiting"
         return planned(lambda: scheduler.plan(self, queue, active, kv, now), queue, active, kv, case)
 
     return type(scheduler.__name__, (scheduler,), {"plan": plan})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isfunction
 from typing import Any
@@ -73,14 +73,21 @@ def _super_means(function: Any, part: type, owner: type) -> list[Callable[[], No
 
 
 def _everywhere(old: Any, new: Any) -> list[Callable[[], None]]:
-    _replace(old, new)
-    return [lambda: _replace(new, old)]  # also in modules that were imported meanwhile
-
-
-def _replace(old: Any, new: Any) -> None:
     """Wherever a module of the package has ``old``, under any name or in a table, there is ``new``."""
-    modules = [m for name, m in sys.modules.items() if name == "minibatch" or name.startswith("minibatch.")]
-    for module in modules:
-        for table in (vars(module), *(v for k, v in vars(module).items() if isinstance(v, dict) and k.isupper())):
-            for key in [key for key, value in table.items() if value is old]:
-                table[key] = new
+    there, changed = set(sys.modules), _places(sys.modules, old)
+
+    def undo() -> None:
+        imported = {name: module for name, module in sys.modules.items() if name not in there}
+        for table, key in (*changed, *_places(imported, new)):  # also in modules that were imported meanwhile
+            table[key] = old
+
+    for table, key in changed:
+        table[key] = new
+    return [undo]
+
+
+def _places(modules: Mapping[str, Any], value: Any) -> list[tuple[dict[str, Any], str]]:
+    """(table, key) of all places in these modules of the package that hold ``value``."""
+    ours = [vars(m) for name, m in modules.items() if name == "minibatch" or name.startswith("minibatch.")]
+    tables = [table for names in ours for k, table in names.items() if isinstance(table, dict) and k.isupper()]
+    return [(table, key) for table in (*ours, *tables) for key, there in table.items() if there is value]

@@ -68,16 +68,41 @@ def signature(exercise: Exercise) -> str:
 
 
 def surroundings(exercise: Exercise) -> str:
-    """The class that a method belongs to, without the bodies of what is an exercise of the same lab; else nothing."""
+    """The class that a method belongs to, without the bodies of what is an exercise of any lab; else nothing."""
     if exercise.method is None:
         return ""
-    from minibatch.labs.manifest import LABS
+    from minibatch.labs.manifest import EXERCISES
 
-    siblings = {
-        e.method: e for e in LABS[exercise.lab].exercises if (e.module, e.top) == (exercise.module, exercise.top)
-    }
+    siblings = {e.method: e for e in EXERCISES.values() if (e.module, e.top) == (exercise.module, exercise.top)}
     node = next(n for n in _tree(exercise.module).body if getattr(n, "name", None) == exercise.top)
     return _class(node, exercise.module, lambda f: siblings.get(f.name), keep=lambda f: True)
+
+
+def usable(lab: Lab) -> list[str]:
+    """What a student's file imports from the package, in outline: so that nobody has to open a file in which the answer
+    to another exercise may stand."""
+    tops = {(exercise.module, exercise.top) for exercise in lab.exercises}
+    outlines = []
+    for statement in ast.parse(_imports(lab, solved=False)).body:
+        for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
+            tree = _tree(statement.module) if statement.module.startswith("minibatch.") else ast.Module([])
+            node = next((n for n in tree.body if getattr(n, "name", None) == alias.name), None)
+            if node is not None and (statement.module, alias.name) not in tops:
+                outlines.append(f"# {statement.module}\n{_outline(node, _source(statement.module).splitlines())}")
+    return outlines
+
+
+def _outline(node: ast.ClassDef | Function, source: list[str]) -> str:
+    """Definition and docstring; of a class its fields too, and what its public methods take and give."""
+    pieces = ["\n".join(source[_first(node) - 1 : _head_end(node, source)])]
+    for child in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(child, (ast.AnnAssign, ast.Assign)):
+            pieces.append(f"    {ast.unparse(child)}")
+        elif isinstance(child, Function) and (child.name == "__init__" or not child.name.startswith("_")):
+            kind = "    @property\n" if any(getattr(d, "id", "") == "property" for d in child.decorator_list) else ""
+            gives = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+            pieces.append(f"{kind}    def {child.name}({ast.unparse(child.args)}){gives}: ...")
+    return "\n".join(pieces)
 
 
 def _by_top(lab: Lab) -> list[tuple[str, list[Exercise]]]:

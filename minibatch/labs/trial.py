@@ -20,7 +20,7 @@ import numpy as np
 import minibatch
 from minibatch.engine import Engine
 from minibatch.kv_cache import KVCache
-from minibatch.labs.counterexample import CounterExample, Picture, expect
+from minibatch.labs.counterexample import CounterExample, Picture, expect, in_words
 from minibatch.models.toy_model import ToyModel
 from minibatch.plan import PlanError, Scheduler
 from minibatch.policies import Order
@@ -28,7 +28,12 @@ from minibatch.request import EngineStalled, Request, RequestRefused, Result, Sa
 from minibatch.trace import StepReport, Trace
 
 # Where code lies that is not the student's: this package, installed ones, the standard library.
-NOT_THE_STUDENTS = (str(Path(minibatch.__file__).parent), *(sysconfig.get_path(n) for n in ("purelib", "stdlib")))
+NOT_THE_STUDENTS = (
+    str(Path(minibatch.__file__).parent),
+    *(sysconfig.get_path(n) for n in ("purelib", "stdlib")),
+    "<frozen",
+)
+CHECKS = str(Path(__file__).parent / "checks")
 Broken = tuple[str, str, str]  # idea, expected, happened
 Watch = Callable[[Engine, StepReport], "Iterator[Broken] | None"]
 
@@ -153,11 +158,29 @@ def run(
 
 
 def told(error: BaseException) -> str:
-    """An exception with the place in the student's code where it comes from, or else the innermost place."""
+    """An exception with the place in the student's code where it comes from, if it was there."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_STUDENTS)] or frames
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_STUDENTS)]
     where = f" (in {own[-1].name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
+    said = f"{type(error).__name__}: {error}{where}"
+    return f"{said}: {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else said
+
+
+def asked(error: BaseException) -> str:
+    """With what the student's code was called when it raised: the case in words, if the check has said so, or else the
+    arguments."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [f for f in frames if f.f_code.co_filename.startswith(CHECKS) and isinstance(f.f_locals.get("case"), str)]
+    if ours:
+        return ours[-1].f_locals["case"]
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(NOT_THE_STUDENTS)]
+    if not own:
+        return ""
+    code = own[0].f_code
+    names = [name for name in code.co_varnames[: code.co_argcount] if name not in ("self", "cls")]
+    given = {name: in_words(own[0].f_locals[name], 120) for name in names if name in own[0].f_locals}
+    told = [f"{name} = {value}" for name, value in given.items() if " at 0x" not in value]  # that would say nothing
+    return f"{code.co_name} with {', '.join(told)}" if told else ""
 
 
 def describe(named: dict[str, Request], scheduler: Scheduler, kv: KVCache, order: Order | None) -> str:

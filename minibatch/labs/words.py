@@ -35,7 +35,7 @@ def report(lab: Lab, outcomes: Sequence[Outcome]) -> str:
     """A line an exercise, the points, and below it what is wrong."""
     widest = max(len(o.title) for o in outcomes)
     lines = [
-        f"{o.id:<12}{o.title:<{widest + 2}}{points(o.points, o.max_points):>8}  {SAYS[o.status]}" for o in outcomes
+        f"{o.id:<14}{o.title:<{widest + 2}}{points(o.points, o.max_points):>8}  {SAYS[o.status]}" for o in outcomes
     ]
     total, most = sum(o.points for o in outcomes), sum(o.max_points for o in outcomes)
     lines += ["", f"lab {lab.name}: {total:g} of {most} points"]
@@ -65,12 +65,18 @@ def details(outcome: Outcome) -> Iterator[tuple[str, str]]:
     for name, text in (("case", outcome.case), ("expected", outcome.expected), ("happened", outcome.happened)):
         if text:
             yield name, text + (at if name == "happened" else "")
-    yield "to read", f"{where(exercise)}"
+    if outcome.case:
+        yield "to read", where(exercise)
     if outcome.picture:
         yield "picture", outcome.picture
         stepper = Path(outcome.picture).with_suffix(".html")
         if stepper.exists():
             yield "stepper", f"{stepper} (the run, iteration by iteration, in a browser)"
+
+
+def calls(count: int) -> str:
+    """How often a part was called."""
+    return f"called {count:,} times" if count else "not needed in this run"
 
 
 def where(exercise: Exercise) -> str:

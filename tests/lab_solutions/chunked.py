@@ -42,7 +42,7 @@ def _always_cut(self, pending):
 
 def _cases(self, pending):
     if not self.partial:
-        return 0 if pending > self.budget else pending
+        return 0 if pending > self.budget or pending > self.max_chunk else pending
     allowed = self.budget if self.budget < self.max_chunk else self.max_chunk
     if pending < allowed:
         return pending

@@ -297,7 +297,7 @@ WRONG = {
         Wrong("a block too many at a boundary", _one_more_at_the_boundary, "rounded up"),
         Wrong("what is held already is taken again", _takes_all_again, "exactly the blocks that are missing"),
         Wrong("the other answers get nothing", _only_for_itself, "reserves for all of them"),
-        Wrong("only who grows can need a copy", _copies_only_when_it_grows, "No block is missing"),
+        Wrong("only who grows can need a copy", _copies_only_when_it_grows, "whether one is missing or not"),
         Wrong("nobody hears of the copy", _keeps_the_copy_to_itself, "The engine copies what reserve returns"),
     ],
     "paging.4": [

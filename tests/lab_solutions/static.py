@@ -54,7 +54,7 @@ def _decode_by_loop(self, queue, active):
             chunks.append(Chunk(one, one.num_tokens - 1, one.num_tokens))
         else:
             dead.append(Padding(one, 1, True))
-    plan = Plan(chunks=tuple(chunks), padding=tuple(reversed(dead)))
+    plan = Plan(chunks=chunks, padding=dead[::-1])
     return replace(plan, rest="it is not over yet") if len(queue) > 0 else plan
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from minibatch import plot_style
 from minibatch.labs import scorecard
-from minibatch.labs.counterexample import CounterExample
+from minibatch.labs.counterexample import CounterExample, in_words
 from minibatch.labs.properties import Seed
 from minibatch.labs.trial import told
 from minibatch.metrics import COMPLETED
@@ -34,9 +34,8 @@ def check(part: Part) -> tuple[float, str]:
     theirs = scorecard.reference_card(Seed.value)
     _no_workload_is_ruined(mine, theirs)
     _better(mine, theirs)
-    share, gain = scorecard.share_of_points(mine, theirs), scorecard.gain(mine, theirs)
-    more = next(((mark, worth) for mark, worth in sorted(scorecard.MARKS.items()) if mark > gain), None)
-    return share, f"a gain of {gain:.2f}" + (f"; {more[0]:g} is worth {more[1]:.0%} of the points" if more else "")
+    gain = scorecard.gain(mine, theirs)
+    return scorecard.share_of_points(gain), f"a gain of {gain:.2f}; {scorecard.FULL:g} is worth all points"
 
 
 # --- every single run: it ends, nobody is refused or starved, and it begins with nothing ---
@@ -70,33 +69,38 @@ def _served(part: Part, given: Workload, made: list[tuple[Order, Scheduler]]) ->
         idea = "parts() has to give an order of the queue and a scheduler, ready to use."
         text = str(error)
         fail(idea, "(order, scheduler)", text, lambda: _said(text))
-    trace = engine.trace
     broken = _broken(lambda: scorecard.run(engine, given))
+    trace = engine.model.trace(given)
     if broken:
         fail(*broken, lambda: waits(trace))
-    _untouched(given, trace, fail)
+    _untouched(trace, engine.trace, fail)
     ended = [timeline for timeline in trace.timelines if timeline.finish_reason in COMPLETED]
     if len(ended) < len(given):
         lost = next(timeline for timeline in trace.timelines if timeline.finish_reason not in COMPLETED)
-        what = f"{len(given) - len(ended)} have none; {lost.request_id}: {lost.error or lost.finish_reason}"
+        why = next(known.error for known in engine.trace.timelines if known.request_id == lost.request_id)
+        what = f"{len(given) - len(ended)} have none; {lost.request_id}: {why or 'no reason given'}"
         idea = "Every request has to get its answer; refusing work is no way to be quick."
         fail(idea, f"{len(given)} answers", what, lambda: waits(trace))
     longest = scorecard.longest_wait(trace)
     if longest > scorecard.LONGEST_WAIT:
-        worst = max(trace.timelines, key=lambda timeline: timeline.token_times[0] - timeline.arrival)
+        worst = max(trace.timelines, key=scorecard.waited)
         idea = "A request starves: nothing bounds how long others go first, or how few are served at a time."
         happened = f"{longest:.1f} s, of a request with a prompt of {worst.num_prompt:,} tokens of {worst.client}"
-        fail(idea, f"a first token after {scorecard.LONGEST_WAIT:g} s at most", happened, lambda: waits(trace))
+        fail(idea, f"nobody waits for a token more than {scorecard.LONGEST_WAIT:g} s", happened, lambda: waits(trace))
     return trace
 
 
-def _untouched(given: Workload, trace: Trace, fail: Callable[..., None]) -> None:
-    for request, timeline in zip(given.requests, trace.timelines, strict=True):
-        want, got = (request.client, request.arrival_time), (timeline.client, timeline.arrival)
-        if want != got:
+def _untouched(noted: Trace, known: Trace, fail: Callable[..., None]) -> None:
+    """The engine's own book has to say what the model has noted."""
+    for want, got in zip(noted.timelines, known.timelines, strict=True):
+        facts = [(each.client, each.arrival, each.token_times) for each in (want, got)]
+        if facts[0] != facts[1]:
             idea = "A policy looks at requests and decides; it changes nothing of what is known of them."
-            expected, happened = (f"{client}, arrival {arrival:.3f} s" for client, arrival in (want, got))
-            fail(idea, f"request {request.request_id}: {expected}", happened, lambda: waits(trace))
+            expected, happened = (
+                f"{client}, arrival {arrival:.3f} s, {len(times)} tokens, the first {in_words(times[:1])}"
+                for client, arrival, times in facts
+            )
+            fail(idea, f"request {want.request_id}: {expected}", happened, lambda: waits(noted))
 
 
 def _broken(run: Callable[[], None]) -> tuple[str, str, str] | None:
@@ -165,8 +169,8 @@ def _no_workload_is_ruined(mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
 
 
 def _better(mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    gain, first = scorecard.gain(mine, theirs), min(scorecard.MARKS)
-    if gain >= first:
+    gain = scorecard.gain(mine, theirs)
+    if gain > scorecard.LEAST:
         return
     change = mine["score"] - theirs["score"]
     if abs(gain) <= SAME:
@@ -179,7 +183,7 @@ def _better(mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
         name = mine["score"].idxmin()
         idea = f"It is better than the reference, but one good idea brings more. There is most to gain on {name}."
     happened = f"{gain:+.2f}; {name}: {_numbers(mine, theirs, name)}"
-    raise _on_card(idea, f"a gain of {first:g} or more", happened, mine, theirs)
+    raise _on_card(idea, f"a gain above {scorecard.LEAST:g}", happened, mine, theirs)
 
 
 def _on_card(idea: str, expected: str, happened: str, mine: pd.DataFrame, theirs: pd.DataFrame) -> CounterExample:

@@ -19,20 +19,22 @@ from minibatch.model_shapes import MODELS, ModelShape
 # 28 weights: 16 of attention and 8 of the MLP in its one layer, 4 of the embeddings; 4 numbers of K/V a token.
 TINY = ModelShape("tiny", 1, 2, 2, 2, 1, 2, 2, gated=False, tied=True)
 SENSELESS = "Input that makes no sense is refused with a ValueError: no memory at all, a share outside (0, 1]."
+WEIGHTS = "Of the memory the weights are taken first; the rest is for K/V."
+WHOLE = "The share is one of the whole memory, weights included; not a share of what the weights leave."
+TOGETHER = "GPUs that work together put their memory together."
+SUMS = "weight_bytes and kv_bytes_per_token are those of all GPUs together, and so has to be the memory."
+SIZES = "Larger numbers take more memory, of the weights and of K/V."
+ROUNDED = "A token of which only a part fits does not fit: round down."
+ONE_LESS = "{left:g} bytes are left and a token takes {token}: exactly {want} fit whole, not one more and not one less."
+ENOUGH = "One token that just fits is enough."
 BY_HAND = (  # memory of a GPU in bytes, share, GPUs, bytes a number
-    (200, 1.0, 1, 2, "Of the memory the weights are taken first; the rest is for K/V."),
-    (192, 0.75, 1, 2, "The share is one of the whole memory, weights included; not a share of what the weights leave."),
-    (100, 1.0, 2, 2, "GPUs that work together put their memory together."),
-    (
-        96,
-        0.75,
-        2,
-        2,
-        "weight_bytes and kv_bytes_per_token are those of all GPUs together, and so has to be the memory.",
-    ),
-    (208, 1.0, 1, 4, "Larger numbers take more memory, of the weights and of K/V."),
-    (207, 1.0, 1, 2, "A token of which only a part fits does not fit: round down."),
-    (64, 1.0, 1, 2, "One token that just fits is enough."),
+    (200, 1.0, 1, 2, WEIGHTS),
+    (192, 0.75, 1, 2, WHOLE),
+    (100, 1.0, 2, 2, TOGETHER),
+    (96, 0.75, 2, 2, SUMS),
+    (208, 1.0, 1, 4, SIZES),
+    (207, 1.0, 1, 2, ROUNDED),
+    (64, 1.0, 1, 2, ENOUGH),
     (40, 1.0, 1, 2, ""),
     (63, 1.0, 1, 2, ""),
     (0, 0.875, 1, 2, SENSELESS),
@@ -77,8 +79,36 @@ def _tokens(part: type[CostModel], memory: int, share: float, gpus: int, size: i
         got: Any = _model(part, memory, gpus, size).kv_tokens(share)
     except ValueError:
         got = "ValueError"
+    if want != "ValueError":
+        idea = _misread(memory, share, gpus, size, want, got) or idea
     drawn = partial(_memory_drawn, memory * gpus, share, size, want, got)
     expect(got, want, case=_case(memory, share, gpus, size), idea=idea, what="tokens", picture=drawn)
+
+
+def _misread(memory: int, share: float, gpus: int, size: int, want: int, got: Any) -> str:
+    """The idea that is missed, as far as the number tells; the empty string if it may be any."""
+    weights, token, whole = 28 * size, 4 * size, memory * gpus
+    left = share * whole - weights
+    read = (  # what somebody who has missed an idea divides by the bytes of a token
+        (WEIGHTS, share * whole),
+        (WHOLE, share * (whole - weights)),
+        (TOGETHER if share == 1 else SUMS, share * memory - weights),
+        (SUMS, share * memory - weights / gpus),
+        (SUMS, share * whole - weights * gpus),
+        (SIZES, share * whole - 28 * 2),
+    )
+    for idea, kv in read:
+        if got in (kv // token, kv / token) and kv != left:
+            return idea
+    if got in (left // 8, (share * whole - 28 * 2) // 8) and size != 2:
+        return SIZES
+    if isinstance(got, (int, float)) and want < got < want + 2:
+        return ROUNDED if left % token else ONE_LESS.format(left=left, token=token, want=want)
+    if got == want - 1 and want > 1:
+        return ONE_LESS.format(left=left, token=token, want=want)
+    if got == "ValueError":
+        return f"{want} tokens fit: there is no error to raise." if want > 1 else ENOUGH
+    return f"{share:g} of all memory less the weights leaves {left:g} bytes, and a token takes {token}."
 
 
 def _memory_drawn(memory: int, share: float, size: int, want: Any, got: Any) -> Figure:

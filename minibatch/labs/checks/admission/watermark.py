@@ -14,7 +14,7 @@ from minibatch import plot_style
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.engine import Engine
 from minibatch.kv_cache import ContiguousKVCache, KVCache
-from minibatch.labs.counterexample import expect
+from minibatch.labs.counterexample import expect, in_words
 from minibatch.labs.properties import for_all
 from minibatch.labs.runs import SIZES, after_a_found_prefix
 from minibatch.labs.states import state
@@ -26,6 +26,7 @@ from minibatch.policies import Never, Watermark
 from minibatch.request import RequestState
 from minibatch.trace import StepReport
 
+TEXT = "Return a text: the reason why it has to wait, or '' if it may join."
 BY_HAND = (  # of 10 blocks: those that a holds, that were promised to c in this plan, that b needs; share
     (4, 0, 4, 0.2, "Exactly as many blocks as are kept may be left: b may join."),
     (6, 0, 1, 0.5, "The share is one of the whole pool, not of what is free in it."),
@@ -69,7 +70,7 @@ def _objection(part: type[Watermark], held: int, promised: int, asks: int, share
     who = [f"a runs and holds {held}"] * bool(held) + [f"c joins in this plan with {promised}"] * bool(promised)
     case = f"10 blocks, share {share:g}; {' and '.join(who) or 'nobody runs'}; b needs {asks}, which leaves {left}"
     drawn = partial(_pool_drawn, {"a": held, "c": promised, "b": asks}, left, keep, f"expected: b {want}")
-    expect(_told(got), want, case=case, idea=idea, what="b", picture=drawn)
+    expect(_told(got, case), want, case=case, idea=idea, what="b", picture=drawn)
 
 
 def _draft(kv: KVCache, running: Sequence[RequestState]) -> PlanDraft:
@@ -79,9 +80,12 @@ def _draft(kv: KVCache, running: Sequence[RequestState]) -> PlanDraft:
     return PlanDraft(running, kv, 1000, 16, Watermark(), Never())
 
 
-def _told(objection: Any) -> str:
-    if not isinstance(objection, str):
-        return f"{objection!r}, which is no text: the answer is a reason, or the empty string if there is none"
+def _told(objection: Any, case: str) -> str:
+    """The answer in words. It has to be a text."""
+    name = type(objection).__name__
+    kind = "a text" if isinstance(objection, str) else f"{in_words(objection, 60)}, a{'n' * (name == 'int')} {name}"
+    kind = "None" if objection is None else kind
+    expect(kind, "a text", case=case, idea=TEXT, what="what comes out")
     return "has to wait" if objection else "may join"
 
 
@@ -103,7 +107,7 @@ def _for_one_chunk_or_slot(part: type[Watermark]) -> None:
         (ContiguousKVCache(2, 16), 0.5, slot, grows),
     ):
         got = part(share).objection(state("b", 28), 8, _draft(kv, [state("a", 16)]))
-        expect(_told(got), "may join", case=case, idea=idea, what="b")
+        expect(_told(got, case), "may join", case=case, idea=idea, what="b")
 
 
 def _changes_nothing(part: type[Watermark]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.engine import Engine
-from minibatch.labs.checks.chunked.runs import expect_tokens, with_budget
+from minibatch.labs.checks.chunked.runs import FOUR_ANSWERS, expect_tokens, with_budget
 from minibatch.labs.counterexample import expect, same
 from minibatch.labs.plans import expect_plan, planned, twice
 from minibatch.labs.properties import for_all
@@ -54,9 +54,15 @@ def _run(
 
 
 def _computed(
-    part: type[ChunkedPrefill], active: States, want: dict[str, int], idea: str, waiting: States = (), **settings: Any
+    part: type[ChunkedPrefill],
+    active: States,
+    want: dict[str, int],
+    idea: str,
+    waiting: States = (),
+    waits: str = "",
+    **settings: Any,
 ) -> None:
-    """Of one plan: how many tokens each active request computes, with memory for all."""
+    """Of one plan: how many tokens each active request computes, with memory for all. ``waits``: who asks in vain."""
     scheduler, queue, kv = part(**settings), line_up(FCFS(), waiting), holding(PagedKVCache(32, 4), active)
     case = f"active: {described(active)}; waiting: {described(waiting)}; "
     case += ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -64,6 +70,11 @@ def _computed(
     chunks = [Chunk(one, one.num_computed, one.num_computed + want.get(one.label, 0)) for one in active]
     expected = Plan(tuple(chunk for chunk in chunks if chunk.stop > chunk.start))
     expect_plan(plan, expected, case=case, idea=idea, who=[*active, *waiting])
+    if waits:
+        idea = (
+            "A plan also says in `waiting` who was asked and goes without: what draft.plan() gives is the whole of it."
+        )
+        expect(sorted(one.request.label for one in plan.waiting), list(waits), case=case, idea=idea, what="waiting")
 
 
 def _decodes_first(computed: partial) -> None:
@@ -89,22 +100,24 @@ def _prompts_then_newcomers(computed: partial) -> None:
     idea = "A prompt that was begun before goes on before anybody joins: it already holds memory for all its tokens."
     expect_tokens(trial, "a", [3], idea)
     expect_tokens(trial, "b", [5], "What a finished prompt leaves of the budget goes to the next one.")
-    begun = [state("a", 9, 0, 3, last=5), state("b", 9, 0, 3, last=4)]
+    begun = [state("b", 9, 0, 3, last=5, rank=1), state("a", 9, 0, 3, last=4, rank=0)]
     idea = (
         "Prompts begun before go on in the order of their admission, which is that of active; only decodes take turns."
     )
-    computed(begun, {"a": 4}, idea, token_budget=4)
+    computed(begun, {"b": 4}, idea, token_budget=4)
     idea = "Several prompts can be under way at once: what one does not use, or may not, is for the next."
     computed(begun, {"a": 2, "b": 2}, idea, token_budget=4, max_chunk=2)
     idea = "What is computed again after a preemption was begun before, and goes on before anybody joins."
     computed([state("a", 6, 2, 3, last=5)], {"a": 4}, idea, token_budget=4, waiting=[state("b", 9)])
+    idea = "max_num_seqs is how many requests may be active."
+    computed([decoding("a")], {"a": 1}, idea, token_budget=4, max_num_seqs=1, waiting=[state("b", 2)], waits="b")
 
 
 def _turns(part: type[ChunkedPrefill]) -> None:
-    decodes = [decoding(label, 2, 1, last=when) for label, when in (("a", 5), ("b", 4), ("c", 5))]
+    decodes = [decoding(label, 2, 1, last=when) for label, when in (("c", 5), ("b", 4), ("a", 5))]
     idea = "More decodes than budget take turns: whoever went without in the last iteration comes first in this one."
-    _computed(part, decodes, {"a": 1, "b": 1}, idea, token_budget=2)
-    case = "a: a prompt of 2 tokens, four answers (n = 4) of 4 tokens each; b: 3 + 2, arrives at 1; budget 2"
+    _computed(part, decodes, {"c": 1, "b": 1}, idea, token_budget=2)
+    case = f"{FOUR_ANSWERS}; b, a prompt of 3 with 2 new tokens, arrives at 1; token_budget 2"
     four = [request(2, 4, n=4), request(3, 2, 1)]
     trial = run(four, twice(ChunkedPrefill)(token_budget=2), PagedKVCache(16, 4), case=case)
     expect_tokens(trial, "a#3", [3, 5, 7], idea)

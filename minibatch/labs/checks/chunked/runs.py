@@ -11,6 +11,11 @@ from minibatch.labs.pictures import from_one
 from minibatch.labs.trial import Trial
 from minibatch.trace import Trace
 
+FOUR_ANSWERS = (
+    "a is a prompt of 2 tokens to which four answers of 4 tokens are wanted (n = 4): once the prompt is computed, each "
+    "answer decodes by itself, as a#0, a#1, a#2 and a#3"
+)
+
 
 def expect_tokens(trial: Trial, label: str, want: Sequence[int], idea: str) -> None:
     """In these iterations the request gets a token."""

@@ -32,9 +32,10 @@ def check(part: type[PlanDraft]) -> None:
     size(10, 0, "When nothing is left of the budget, the request waits.")
     size(10, 5, "Without partial it is all or nothing: what does not fit whole has to wait.", cut=False)
     size(5, 5, "Without partial, what fits exactly is computed.", cut=False)
+    size(5, 8, "Without partial it is all or nothing: what max_chunk would cut has to wait.", cap=4, cut=False)
     idea = "The most that pending tokens, budget and max_chunk allow."
     for_all(
-        lambda cap, cut, **drawn: size(idea=idea, cap=cap if cut else 99, cut=cut, **drawn),
+        lambda **drawn: size(idea=idea, **drawn),
         pending=st.integers(1, 12),
         left=st.integers(0, BUDGET),
         cap=st.integers(1, 12),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.labs import pictures
-from minibatch.labs.checks.chunked.runs import expect_tokens
+from minibatch.labs.checks.chunked.runs import FOUR_ANSWERS, expect_tokens
 from minibatch.labs.counterexample import expect
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import decoding
@@ -18,6 +19,7 @@ from minibatch.labs.trial import request, run
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.request import RequestState
 
+NAMES = "cabfde"  # as they are given: in no order
 Ordering = Callable[[Iterable[RequestState]], list[RequestState]]
 
 
@@ -38,10 +40,10 @@ def check(part: Ordering) -> None:
 
 
 def _ordered(part: Ordering, last: Sequence[int], idea: str, generated: Sequence[int] = (1,) * 6) -> None:
-    # Not in the order of their ranks: who was preempted is admitted again behind others, before whom it had come.
-    given = [decoding("abcdef"[i], 2, generated[i], last=when, rank=i ^ 1) for i, when in enumerate(last)]
+    given = [decoding(NAMES[i], 2 + i % 3, generated[i], last=when, **_unlike(i)) for i, when in enumerate(last)]
     said = {r.label: f"{r.label} {f'in {r.last_scheduled}' if r.last_scheduled >= 0 else 'never'}" for r in given}
     case = f"last scheduled: {', '.join(said.values()) or 'nobody is there'}"
+    case += "; names, prompts, arrivals and priorities are in no order" if len(given) > 1 else ""
     case += f"; tokens generated: {list(generated)}" if len(generated) < 6 else ""
     requests, want = list(given), _labels(_sorted_slowly(given))
     found = part(requests)
@@ -58,6 +60,12 @@ def _ordered(part: Ordering, last: Sequence[int], idea: str, generated: Sequence
     expect(found is requests, False, case=case, idea=pure, what="whether the result is the list that was given")
     lazily = _labels(part(one for one in given))
     expect(lazily, want, case=f"{case}; given by a generator", idea="Any iterable can be ordered, not only a list.")
+
+
+def _unlike(i: int) -> dict[str, Any]:
+    """Nothing agrees with the order in which they are given: who was preempted is admitted again behind others, before
+    whom it had come."""
+    return {"rank": i ^ 1, "arrival": float(i ^ 1), "priority": (i + 1) % 3}
 
 
 def _labels(requests: Iterable[RequestState]) -> list[str]:
@@ -87,7 +95,7 @@ def _gaps(part: Ordering, many: int, budget: int) -> None:
 
 def _in_the_engine() -> None:
     idea = "Decodes beyond the budget take turns."
-    case = "a prompt of 2 tokens with four answers (n = 4) of 4 tokens each; ChunkedPrefill, 2 tokens an iteration"
+    case = f"{FOUR_ANSWERS}; ChunkedPrefill, 2 tokens an iteration"
     four = run([request(2, 4, n=4)], ChunkedPrefill(token_budget=2), PagedKVCache(16, 4), case=case)
     expect_tokens(four, "a#0", [1, 2, 4, 6], idea)
     expect_tokens(four, "a#3", [3, 5, 7], idea)

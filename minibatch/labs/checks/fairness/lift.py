@@ -21,9 +21,13 @@ from minibatch.request import RequestState
 CREDIT = "What a client did not use while it was away it does not get back: it begins where those are who wait."
 LOWEST = "It is lifted to the lowest counter of those who wait; who does not wait does not count."
 ARRIVALS = "A client that has a request waiting was not idle: its further arrivals lift nothing."
+LITTLE = (
+    "A lift has no size of its own: a client that is behind is lifted all the way, be it by half a token or by a lot."
+)
 DOWN = "A lift never lowers a counter."
 RETURN = "Who comes back from a preemption was not idle: that lifts nothing."
 WEIGHTS = "Clients are compared by counter / weight, so with twice the weight a counter is lifted to twice as much."
+MEASURE = "Clients are compared by counter / weight: X stands at 90 / 3 = 30, and that is what Y is lifted to."
 RUNNING = "A client with nothing waiting is lifted though it has something running; all of its counter counts, 16 here."
 LAST = "If nobody waits, the client that waited last is the measure: X is at 50 + 10 + 2 x 2."
 FIRST = "Where nobody has waited yet there is nothing to be lifted to."
@@ -47,6 +51,7 @@ def check(part: type[Fair]) -> None:
         places=st.integers(1, 2),
         weights=st.sampled_from([{}, {"X": 2.0}, {"Y": 0.5, "Z": 4.0}]),
         lifts=st.sampled_from([True, True, False]),
+        prices=st.sampled_from([(1.0, 2.0), (0.25, 0.5), (0.125, 16.0)]),
     )
 
 
@@ -84,11 +89,14 @@ class Situation(NamedTuple):
 
 BY_HAND = (
     Situation(CREDIT, {"X": 50, "Y": 0}, "X", {"X": 50, "Y": 50}),
+    Situation(LITTLE, {"X": 50, "Y": 49}, "X", {"X": 50, "Y": 50}),
+    Situation(LITTLE, {"X": 50, "Y": 49.5}, "X", {"X": 50, "Y": 50}),
+    Situation(LITTLE, {"X": 90000, "Y": 0}, "X", {"X": 90000, "Y": 90000}),
     Situation(DOWN, {"X": 5, "Y": 70}, "X", {"X": 5, "Y": 70}),
     Situation(ARRIVALS, {"X": 50, "Y": 0}, "YX", {"X": 50, "Y": 0}),
     Situation(RETURN, {"X": 100, "Y": 0}, "YX", {"X": 100, "Y": 16}, runs={"Y": 3}, returns=True),
     Situation(WEIGHTS, {"X": 50, "Y": 20}, "X", {"X": 50, "Y": 100}, weights={"Y": 2.0}),
-    Situation(WEIGHTS, {"X": 90, "Y": 20}, "X", {"X": 90, "Y": 30}, weights={"X": 3.0}),
+    Situation(MEASURE, {"X": 90, "Y": 20}, "X", {"X": 90, "Y": 30}, weights={"X": 3.0}),
     Situation(LOWEST, {"X": 80, "Y": 0, "Z": 50}, "XZ", {"X": 80, "Y": 50, "Z": 50}),
     Situation(LOWEST, {"X": 80, "Y": 0, "Z": 50}, "X", {"X": 80, "Y": 80, "Z": 50}),
     Situation("With lift=False nobody is lifted.", {"X": 50, "Y": 0}, "X", {"X": 50, "Y": 0}, lift=False),
@@ -129,14 +137,19 @@ def _runs(order: Fair, made: RequestState, generated: int) -> None:
 
 
 def _take_turns(order: Fair, want: str, idea: str) -> None:
-    """SC-15 with small numbers: every request costs 2 x 1 + 4 x 2 = 10, and X has had 50."""
+    """Every request costs 2 x 1 + 4 x 2 = 10, and X has had 50."""
     order.settled["X"] = 40.0
     had = "X has had 40 and 8 requests at time 0, Y is new with 7 at time 1; each costs 10; one place"
     serve([*of("X", 8, new=4), *of("Y", 7, new=4, at=1)], 1, order, f"lift={order.lift}; {had}", want, idea)
 
 
 def _whatever_happens(
-    part: type[Fair], asked: list[tuple[str, int, int, int]], places: int, weights: dict[str, float], lifts: bool
+    part: type[Fair],
+    asked: list[tuple[str, int, int, int]],
+    places: int,
+    weights: dict[str, float],
+    lifts: bool,
+    prices: tuple,
 ) -> None:
     """Every call of ``add`` is compared with what the counters were before."""
     wrong: list[Broken] = []
@@ -174,7 +187,7 @@ def _whatever_happens(
         for i, (client, at, new, urgency) in enumerate(asked)
     ]
     order, scheduler = (
-        Watched(weights, lift=lifts),
+        Watched(weights, input_weight=prices[0], output_weight=prices[1], lift=lifts),
         ContinuousBatching(places, preemption=Recompute(displaces=by_priority)),
     )
     run(requests, scheduler, PagedKVCache(8, 2), order=order, watch=lambda engine, report: wrong)

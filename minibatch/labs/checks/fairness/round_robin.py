@@ -21,6 +21,10 @@ LATE = "It counts when a client had its last turn, not how many: who comes late 
 AWAY = "A client keeps its turn while it has nothing to ask: when it comes back it is not new."
 TOGETHER = "Those who join in the same plan have had a turn: the next one of the plan is of another client."
 RETURN = "Who comes back from a preemption goes on with the turn that it had: that is no new one."
+RETURNS = (
+    "after: if the request comes back from a preemption, the standing of its client stays, and the next one of the "
+    "same plan may be of the same client."
+)
 
 BY_HAND = (  # idea, requests, places, the clients as they are served, the case in words
     (
@@ -74,12 +78,18 @@ BY_HAND = (  # idea, requests, places, the clients as they are served, the case 
         "one of 1 token, not urgent, at 3; one place",
     ),
     (
-        RETURN,
-        [*of("X", 2, new=6, priority=1), *of("Y", 1, new=6, priority=1), *of("Z", 1, new=2, at=2, n=2)],
+        RETURNS,
+        [
+            *of("X", 1, new=4, priority=1),
+            *of("Y", 1, new=6, priority=1),
+            *of("Y", 1, priority=1),
+            *of("Z", 1, new=2, at=2),
+            *of("Z", 1, priority=1, at=2),
+        ],
         2,
-        "XYZXXY",
-        "X has 2 requests, then Y has 1, of 6 tokens; at time 2 an urgent one of Z that wants two answers, of 2 "
-        "tokens, takes both places; at 4 both are free again",
+        "XYZYYZ",
+        "2 places; X has a request of 4 tokens, then Y has 2, of 6 and 1; at time 2 Z has 2: an urgent one of 2 tokens "
+        "that displaces Y's first, and one of 1; at 4 X's and Z's first have ended, so two join in one plan",
     ),
 )
 

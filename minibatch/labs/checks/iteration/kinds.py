@@ -12,7 +12,7 @@ from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.engine import Engine
 from minibatch.labs.checks.iteration.asked import ASKED, Asked
-from minibatch.labs.counterexample import expect, in_words
+from minibatch.labs.counterexample import expect, in_words, plain
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import state
 from minibatch.labs.strips import EMPTY, GONE, RIGHT, Cell, compared, strips
@@ -68,7 +68,12 @@ def _counted(
     one.high_water, one.timeline.num_preemptions = mark, int(preempted)
     case = f"prompt of {prompt}, {made} generated, high-water mark {mark}: chunk {start}:{stop}"
     case += ", after a preemption" if preempted else ""
-    want, got = _by_token(prompt, mark, start, stop), part(one, start, stop).kinds
+    want, got = _by_token(prompt, mark, start, stop), plain(part(one, start, stop).kinds)
+    if got is not None:
+        three = isinstance(got, (tuple, list)) and len(got) == 3 and all(type(plain(n)) in (int, float) for n in got)
+        form = "What comes out are three numbers, in a tuple or a list: prefill, decode and recomputed, in this order."
+        said = "three numbers" if three else in_words(got)
+        expect(said, "three numbers", case=case, idea=form, what="result")
 
     def picture() -> Figure:
         rows = {

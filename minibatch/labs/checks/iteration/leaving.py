@@ -28,6 +28,7 @@ def check(part: type[IterationLevel]) -> None:
     _left([None, None], "Nobody has finished, so nobody leaves.")
     _left([None, "length", None])
     _left(["length", "length", None, "length"])
+    _left(["length", "stop"])
     _left([None, "stop", "length", "abort"])
     _left([], "An empty batch: nobody leaves.")
     for_all(_left, reasons=REASONS)
@@ -48,6 +49,8 @@ def _left(reasons: Sequence[str | None], idea: str = "") -> None:
     expect(said, listed, case=case, idea="What comes out is a list of requests, empty if nobody leaves.")
     pure = "Only say who leaves: the list of active requests is the engine's, and is not to be changed."
     expect(_labels(given), _labels(active), case=case, idea=pure, what="the list that was given, afterwards")
+    new = "Make a new list: the list of active requests is the engine's, which will change it."
+    expect(got is given, False, case=case, idea=new, what="whether the result is the very list that was given")
     want, names = _labels(one for one in active if one.is_finished), sorted(_labels(got))
     alive = {one.label: Cell(f"{one.label}: alive", EMPTY, 2) for one in active}
     ended = {one.label: Cell(f"{one.label}: finished", GONE, 2) for one in active if one.is_finished}
@@ -82,7 +85,7 @@ def _a_place_is_handed_on() -> None:
 
 
 def _one_stops_early() -> None:
-    """ST-02, without the rectangle."""
+    """One of two stops early, and gives up its memory."""
     stop = alone(request(3, 6))[1]
     requests = [request(3, 6, stop_token_ids=(stop,)), request(3, 6, first=1)]
     trial = run(requests, ContinuousBatching(4), ContiguousKVCache(4, 16))

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
 
 from minibatch.continuous_batching import ContinuousBatching
-from minibatch.engine import Engine
 from minibatch.kv_cache import ContiguousKVCache, KVCache
-from minibatch.labs.checks.iteration.asked import ASKED, Asked
-from minibatch.labs.plans import expect_plan, planned, twice
+from minibatch.labs.checks.iteration import plan_runs
+from minibatch.labs.checks.iteration.asked import DISPLACING, MIXED, PHASES, PREFILLS, SETTINGS
+from minibatch.labs.counterexample import expect
+from minibatch.labs.plans import expect_plan, planned
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import decoding, described, holding, line_up, state
-from minibatch.labs.trial import Broken, Trial, Watch, describe, request, requests_of, run
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Admission, Chunk, Plan, Preemption
 from minibatch.policies.admission import Watermark
-from minibatch.policies.preemption import Recompute, by_priority
-from minibatch.policies.queueing import FCFS, Order, Priority
-from minibatch.request import Request, RequestState
-from minibatch.trace import StepReport, counted
+from minibatch.policies.queueing import FCFS, Order
+from minibatch.request import RequestState
+from minibatch.trace import counted
 
-MIXED, PREFILLS, PHASES = {"first": "decode"}, {"first": "prefill"}, {"phase_order": "prefill-first"}
-SETTINGS = (MIXED, PREFILLS, PHASES)
 States = Sequence[RequestState]
-DISPLACING = Recompute(displaces=by_priority)
+NOW = 9.0
 
 
 def check(part: type[ContinuousBatching]) -> None:
@@ -46,10 +42,7 @@ def check(part: type[ContinuousBatching]) -> None:
         slots=st.integers(1, 7),
         settings=st.sampled_from(SETTINGS),
     )
-    _budget_of_two()
-    _displacing()
-    for settings in SETTINGS:
-        for_all(lambda asked, s=settings: _phases(asked, s), examples=10, asked=ASKED)
+    plan_runs.check()
 
 
 def _asked(
@@ -64,21 +57,24 @@ def _asked(
     slots: int = 8,
     kv: KVCache | None = None,
     gone: str = "",
+    waits: str = "",
+    order: Order | None = None,
     **settings: Any,
 ) -> None:
     """``want``: the labels of those who compute all that they have pending; who waited joins. ``gone``: of the one that
-    has to give way to them."""
+    has to give way to them. ``waits``: of those who are asked in vain."""
     kv = holding(kv or ContiguousKVCache(slots, 16), active)
-    queue = line_up(FCFS(), waiting)
-    for rank, one in enumerate(active, start=-len(active)):
-        one.rank = rank
+    queue = line_up(FCFS() if order is None else order, waiting)
+    for rank, one in enumerate(reversed(active), start=-len(active)):  # active is in the order of admission, which
+        one.rank = rank  # after a preemption need not be that of arrival
     limits = [f"{budget} tokens an iteration", counted(places, "place")]
     limits += [f"{kv.num_free} of {counted(kv.num_units, kv.unit_name)} of {kv.unit_size} free"]
     limits += [f"{name} {value}" for name, value in settings.items()]
+    limits += [f"{order!r}, t = {NOW:g}"] if order is not None else []
     case = f"active: {described(active)}; waiting: {described(waiting)}; {', '.join(limits)}"
     scheduler = part(max_num_seqs=places, max_num_batched_tokens=budget, **settings)
     active = list(active)
-    plan = planned(lambda: scheduler.plan(queue, active, kv, 9.0), queue, active, kv, case)
+    plan = planned(lambda: scheduler.plan(queue, active, kv, NOW), queue, active, kv, case)
     chosen = [one for one in (*active, *waiting) if one.label in want]
     expected = Plan(
         tuple(Chunk(one, one.num_computed, one.num_tokens) for one in chosen),
@@ -86,6 +82,11 @@ def _asked(
         preemptions=tuple(Preemption(one, chosen[0]) for one in active if one.label in gone),
     )
     expect_plan(plan, expected, case=case, idea=idea, who=[*active, *waiting])
+    if waits:
+        idea = (
+            "A plan also says in `waiting` who was asked and goes without: what draft.plan() gives is the whole of it."
+        )
+        expect(sorted(one.request.label for one in plan.waiting), list(waits), case=case, idea=idea, what="waiting")
 
 
 def _running(names: str, last: Sequence[int] = (0, 0, 0)) -> list[RequestState]:
@@ -127,12 +128,12 @@ def _prefill_first(asked: partial) -> None:
 def _limits(asked: partial) -> None:
     idea = (
         "If the budget is too small for all decodes, those who went without the last time come first; among equals, "
-        "who came first."
+        "the order is that of active."
     )
     for settings in SETTINGS:
-        asked(_running("abc", (6, 6, 5)), [], "ac", idea, budget=2, **settings)
+        asked(_running("cab", (6, 6, 5)), [], "cb", idea, budget=2, **settings)
     idea = "A prompt is not cut here: it waits until the budget is enough for the whole of it."
-    asked(_running("a"), _prompts("b", 5), "a", idea, budget=5, **MIXED)
+    asked(_running("a"), _prompts("b", 5), "a", idea, budget=5, waits="b", **MIXED)
     idea = "First come, first served: behind one that cannot join nobody does."
     asked(_running("a"), _prompts("bc", 6, 2), "a", idea, budget=5, **MIXED)
 
@@ -143,6 +144,10 @@ def _policies(asked: partial) -> None:
     for settings in (MIXED, PHASES):
         low = [decoding("a", priority=1, new=8)]
         asked(low, _prompts("b", 3), "b", idea, gone="a", places=1, preemption=DISPLACING, **settings)
+    idea = "`now` is handed on to admit: an order may look at how long somebody waits. Here b has lost patience."
+    for settings in (MIXED, PREFILLS, PHASES):
+        kv = PagedKVCache(6, 4)  # a holds 3, b would take 4
+        asked(_running("a"), _prompts("bc", 13, 2), "a", idea, kv=kv, order=FCFS(2, patience=5.0), **settings)
     idea = "Whether one may join is for self.admission to say: here half of the memory has to stay free."
     kv = PagedKVCache(10, 4)  # a holds 3, b would take 3
     asked(_running("a"), _prompts("b", 9), "a", idea, kv=kv, admission=Watermark(0.5), **MIXED)
@@ -152,8 +157,8 @@ def _as_by_hand(
     asked: partial, last: list[int], prompts: list[int], budget: int, places: int, slots: int, settings: dict[str, str]
 ) -> None:
     """No memory but a slot for each, nobody preempted."""
-    active = _running("abcd", last[: min(places, slots)])
-    waiting = _prompts("pqr"[: len(prompts)], *prompts)
+    active = _running("dacb", last[: min(places, slots)])
+    waiting = _prompts("rpq"[: len(prompts)], *prompts)
     left, chosen = budget, ""
 
     def run_decodes() -> None:
@@ -178,54 +183,3 @@ def _as_by_hand(
             run_decodes()
     idea = "Within budget, places and memory: decodes and newcomers, in the order that the settings say."
     asked(active, waiting, chosen, idea, budget=budget, places=places, slots=slots, **settings)
-
-
-def _run(
-    requests: list[Request],
-    kv: KVCache,
-    settings: dict[str, Any],
-    order: Order | None = None,
-    watch: Watch | None = None,
-) -> Trial:
-    scheduler = twice(ContinuousBatching)(**settings)
-    case = describe({chr(97 + i): each for i, each in enumerate(requests)}, scheduler, kv, order)
-    said = [f"; {name} {settings[name]}" for name in ("phase_order", "first") if name in settings]
-    return run(requests, scheduler, kv, order=order, watch=watch, case="".join([case, *said]))
-
-
-def _budget_of_two() -> None:
-    """CH-03."""
-    for settings in (PREFILLS, PHASES):
-        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 2}
-        trial = _run(requests_of([(1, 4)] * 5), ContiguousKVCache(8, 16), {**limits, **settings})
-        longest = max(later - one for label in "abcde" for one, later in pairwise(trial.emitted(label)))
-        idea = "Five run and two tokens fit: they take turns, and nobody waits longer than 5 / 2, that is 3 iterations."
-        trial.expect(longest <= 3, True, idea=idea, what="longest gap between tokens is at most 3")
-
-
-def _displacing() -> None:
-    """a grows, b may be displaced by c, and c by nobody who is worth more than it."""
-    requests = [request(7, 9), request(9, 3, first=1, priority=5), request(15, 2, 2, first=2, priority=1)]
-
-    def watch(engine: Engine, report: StepReport) -> Iterator[Broken]:
-        joined = {change.request_id for change in report.admitted}
-        for change in report.preempted:
-            if change.by == "c" and "c" not in joined:
-                idea = (
-                    "Where newcomers may displace others, those who run are asked first, whatever `first` says: else "
-                    "they push the newcomer out again, and somebody has lost its K/V for nothing."
-                )
-                yield idea, f"{change.request_id} is displaced by c, which joins", "displaced, and c does not join"
-
-    for settings in (MIXED, PREFILLS):
-        _run(requests, PagedKVCache(6, 4), {**settings, "preemption": DISPLACING}, Priority(), watch)
-
-
-def _phases(asked: Asked, settings: dict[str, Any]) -> None:
-    def watch(engine: Engine, report: StepReport) -> Iterator[Broken]:
-        if settings is PHASES and report.prefill and report.decode:
-            idea = "prefill-first: an iteration holds prompts or decodes, never both."
-            yield idea, "prefill alone, or decode alone", f"{report.prefill} prefill and {report.decode} decode"
-
-    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5}
-    _run(requests_of(asked), ContiguousKVCache(4, 16), {**limits, **settings}, watch=watch)

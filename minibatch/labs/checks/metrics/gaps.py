@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from minibatch import metrics
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.labs import pictures
-from minibatch.labs.checks.metrics.timelines import listed, looked_at, timeline
-from minibatch.labs.counterexample import expect, in_words
+from minibatch.labs.checks.metrics.timelines import brackets, listed, looked_at, timeline
+from minibatch.labs.counterexample import expect, in_words, plain
 from minibatch.labs.properties import for_all
 from minibatch.labs.trial import request, run
 from minibatch.paged_kv_cache import PagedKVCache
@@ -29,6 +29,7 @@ BY_HAND = (  # times of tokens, of the arrival
     ((5,), 0, "One token has no gap: an empty array, not a zero, which would be a measured gap of 0 s."),
     ((), 0, "No token, no gap: an empty array."),
 )
+ARRAY = "Return a numpy array of floats: means and maxima of it are taken."
 SECONDS = st.integers(0, 80).map(lambda quarters: quarters / 4)  # exact, and not all of them whole
 
 Gaps = Callable[[Timeline], np.ndarray]
@@ -38,9 +39,7 @@ def check(part: Gaps) -> None:
     for tokens, arrival, idea in BY_HAND:
         _of(part, tokens, arrival, idea)
     got = part(timeline((5, 6, 7, 9)))
-    kind = f"an array of {got.dtype}" if isinstance(got, np.ndarray) else f"a {type(got).__name__}"
-    idea = "Return a numpy array of floats: means and maxima of it are taken."
-    expect(kind, "an array of float64", case="tokens at 5, 6, 7, 9 s", idea=idea)
+    expect(_kind(got), "an array of float64", case="tokens at 5, 6, 7, 9 s", idea=ARRAY)
     for_all(
         lambda tokens, arrival: _of(part, tokens, arrival, "The n - 1 gaps, in order."),
         tokens=st.lists(SECONDS, max_size=6).map(sorted),
@@ -53,15 +52,27 @@ def _of(part: Gaps, tokens: Sequence[float], arrival: float, idea: str) -> None:
     case = f"arrival at {arrival:g} s, tokens at {listed(tokens) or 'no time'}{' s' if tokens else ''}"
     want = [later - earlier for earlier, later in pairwise(tokens)]
     got = looked_at(part, timeline(tokens, arrival), case)
+    if not isinstance(got, (np.ndarray, list, tuple, type(None))):
+        expect(_kind(got), "an array of float64", case=case, idea=ARRAY)
     shown = {"picture": lambda: _picture(arrival, tokens, want, got)}
     expect(got, want, what="gaps in seconds", case=case, idea=idea, **shown)
 
 
+def _kind(got: Any) -> str:
+    return f"an array of {got.dtype}" if isinstance(got, np.ndarray) else f"a {type(got).__name__}"
+
+
 def _picture(arrival: float, tokens: Sequence[float], want: Sequence[float], got: Any) -> Figure:
-    says = f"gaps in seconds: expected {in_words(want)}, got {in_words(got)}"
+    """The tokens; above them the gaps that were expected, and below them those that came out, one after the other."""
+    says = f"gaps in seconds: expected {in_words(want)}, happened {in_words(got, 60)}"
     figure = pictures.events({"a": (arrival, tokens)}, says)
-    for (earlier, later), gap in zip(pairwise(tokens), want, strict=True):
-        figure.axes[0].text((earlier + later) / 2, -0.22, f"{gap:g}", ha="center", fontsize=9)
+    brackets(figure.axes[0], list(pairwise(tokens)), -0.45, "expected", pictures.EXPECTED)
+    gaps = plain(got)
+    if isinstance(gaps, (list, tuple)) and all(isinstance(gap, (int, float)) for gap in gaps) and tokens:
+        from_arrival = sum(gaps) == tokens[-1] - arrival  # the wait for the first token is one of them
+        first = arrival if from_arrival else tokens[0]
+        brackets(figure.axes[0], list(pairwise(accumulate(gaps, initial=first))), 0.6, "happened", pictures.HAPPENED)
+    figure.axes[0].set_ylim(1.0, -1.0)
     return figure
 
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from minibatch import metrics
 from minibatch.labs import pictures
-from minibatch.labs.checks.metrics.timelines import MANY, a_run, looked_at, refused, timeline, told
-from minibatch.labs.counterexample import expect, in_words
+from minibatch.labs.checks.metrics.timelines import MANY, a_run, brackets, looked_at, refused, timeline, told
+from minibatch.labs.counterexample import expect, in_words, plain
 from minibatch.labs.properties import for_all
 from minibatch.trace import Timeline, Trace
 
@@ -62,7 +62,7 @@ def check(part: Makespan) -> None:
 def _of(part: Makespan, timelines: list[Timeline], want: float, idea: str) -> None:
     trace = Trace(timelines=timelines)
     case = told(trace)
-    got = looked_at(part, trace, case)
+    got = plain(looked_at(part, trace, case))
     shown = {"picture": lambda: _picture(trace, want, got)}
     expect(got, want, what="makespan in seconds", case=case, idea=idea, **shown)
 
@@ -84,7 +84,7 @@ def _in_a_run() -> None:
 
 def _picture(trace: Trace, want: float, got: Any) -> Figure:
     """The requests: thin while they wait, thick while they run."""
-    says = f"makespan in seconds: expected {in_words(want)}, got {in_words(got, 24)}"
+    says = f"makespan in seconds: expected {in_words(want)}, happened {in_words(got, 24)}"
     if not trace.timelines:
         return pictures.text(f"no requests; {says}")
     requests = {t.request_id: (t.arrival, t.token_times) for t in trace.timelines}
@@ -96,5 +96,27 @@ def _picture(trace: Trace, want: float, got: Any) -> Figure:
         else:
             last = max(time for time in (t.scheduled, *t.token_times, t.finish) if time is not None)
             ax.plot([t.scheduled, last], [y, y], color="#BBBBBB", linewidth=7, zorder=0, solid_capstyle="butt")
+    below = len(trace.timelines)
+    for name, length, y, color in (
+        ("expected", want, below - 0.2, pictures.EXPECTED),
+        ("happened", got, below + 0.5, pictures.HAPPENED),
+    ):
+        if isinstance(length, (int, float)) and math.isfinite(length):
+            start = _start(trace.timelines, length)
+            brackets(ax, [(start, start + length)], y, name, color)
+        else:
+            ax.text(
+                0.02, y, f"{name}: {in_words(length, 24)}", transform=ax.get_yaxis_transform(), va="center", color=color
+            )
+    ax.set_ylim(below + 0.9, -0.6)
     ax.margins(x=0.1)
     return figure
+
+
+def _start(timelines: Sequence[Timeline], length: float) -> float:
+    """From when on so long a time leads to some end; else the first arrival."""
+    ran = [t for t in timelines if t.scheduled is not None]
+    ends = {end for t in timelines for end in (t.finish, *t.token_times)}
+    first = min((t.arrival for t in ran), default=timelines[0].arrival)
+    starts = [first, 0.0, *(t.scheduled for t in ran), *(t.arrival for t in timelines)]
+    return next((start for start in starts if start + length in ends), first)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from minibatch import metrics
 from minibatch.continuous_batching import ContinuousBatching
@@ -93,7 +96,17 @@ def a_run() -> tuple[Trace, str]:
     return engine.trace, f"a run with one place, a second an iteration: {told(engine.trace)}"
 
 
-# --- in words ---
+# --- drawn on a time axis, and in words ---
+
+
+def brackets(ax: Axes, spans: Sequence[tuple[float, float]], y: float, name: str, color: str) -> None:
+    """Lines with two ends, and how long each is."""
+    for number, (start, stop) in enumerate(spans):
+        if math.isfinite(start) and math.isfinite(stop):
+            label = name if number == 0 else None
+            ax.plot([start, stop], [y, y], "-|", color=color, linewidth=2, markersize=10, label=label)
+            ax.text((start + stop) / 2, y - 0.1, f"{stop - start:g}", ha="center", va="bottom", fontsize=9)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
 def listed(numbers: Sequence[float]) -> str:
@@ -124,7 +137,7 @@ def _facts(t: Timeline) -> Iterator[str]:
 def looked_at(part: Callable[..., Any], given: Timeline | Trace, case: str, **named: Any) -> Any:
     """What the part returns. Metrics only look: what they are given (a copy) has to be the same afterwards."""
     lent = copy.deepcopy(given)
-    got = part(lent, **named)
+    got = _come_out(part(lent, **named), case)
     if lent != given:
         was, is_now = (told(each if isinstance(each, Trace) else Trace(timelines=[each])) for each in (given, lent))
         raise CounterExample(
@@ -135,3 +148,19 @@ def looked_at(part: Callable[..., Any], given: Timeline | Trace, case: str, **na
             picture=lambda: pictures.text("What was given is something else afterwards."),
         )
     return got
+
+
+def _come_out(got: Any, case: str) -> Any:
+    """Raises a CounterExample for what has yet to be run: of a generator, or of ``async def``."""
+    said = "a coroutine" if inspect.iscoroutine(got) else "a generator" if inspect.isgenerator(got) else ""
+    if not said:
+        return got
+    got.close()
+    idea = "Your function does not return a value: with `async def` or `yield` in it, nothing has been computed yet."
+    raise CounterExample(
+        idea,
+        case=case,
+        expected="a value, from a plain def with a return",
+        happened=said,
+        picture=lambda: pictures.text(f"What comes out is {said}, and no value."),
+    )

@@ -54,7 +54,7 @@ def _first_writer(part: type[PagedKVCache], tokens: int) -> None:
     same(kv.pool.num_shares, 1, idea=idea, what="num_shares")
     want = {"from": [before[1] * 4 + r for r in range(rest)], "to": [after[1] * 4 + r for r in range(rest)]}
     idea = _what_is_wrong(as_lists(copy), want, before[1], after[1])
-    same(as_lists(copy), want, idea=idea, what="rows to copy")
+    same(as_lists(copy) or "nothing", want, idea=idea, what="rows to copy")
     arrays = all(isinstance(each, np.ndarray) and each.dtype.kind == "i" for each in copy)
     same(arrays, True, idea="A RowCopy has two arrays of integers.", what="two integer arrays")
 
@@ -98,7 +98,7 @@ def _block_ahead(part: type[PagedKVCache]) -> None:
     whose = ["shared" if mine == its else "own" for mine, its in zip(kv.units(a), before, strict=False)]
     same(whose, ["shared", "own", "shared"], what="the blocks of a")
     source, target = before[1] * 4, kv.units(a)[1] * 4
-    same(copy, {"from": [source, source + 1], "to": [target, target + 1]}, what="rows to copy")
+    same(copy or "nothing", {"from": [source, source + 1], "to": [target, target + 1]}, what="rows to copy")
 
 
 def _any_order(part: type[PagedKVCache], tokens: int, size: int, order: list[int]) -> None:

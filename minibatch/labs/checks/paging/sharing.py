@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,10 +54,21 @@ def as_lists(copy: RowCopy | None) -> Copied:
     return {"from": np.asarray(source).tolist(), "to": np.asarray(target).tolist()}
 
 
-def tables_drawn(kv: PagedKVCache, holders: Sequence[RequestState], says: str, copy: Copied = None) -> Figure:
-    """The blocks of the pool with their rows, whose tables point to them, and what is copied."""
+def tables_drawn(
+    kv: PagedKVCache,
+    holders: Sequence[RequestState],
+    says: str,
+    copy: Copied = None,
+    before: Mapping[str, Sequence[int]] | None = None,
+) -> Figure:
+    """The blocks of the pool with their rows, whose tables point to them, and what is copied; ``before``: the tables
+    that were there, by label."""
     size, colors = kv.unit_size, dict(zip([one.label for one in holders], plot_style.OWNERS, strict=False))
     tables = {
+        f"{name} before": [Cell(f"block {b}", colors[name], size) for b in blocks]
+        for name, blocks in (before or {}).items()
+    }
+    tables |= {
         f"table of {one.label}": [Cell(f"block {b}", colors[one.label], size) for b in kv.units(one)] for one in holders
     }
     used = [block for one in holders for block in kv.units(one)]

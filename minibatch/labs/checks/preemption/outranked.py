@@ -21,6 +21,7 @@ AGE = "Who arrived first does not count: a victim that waits again would strike 
 NOBODY = "Without displaces (None) nobody is displaced by one that waits, whatever the priorities."
 ALL = "All that are outranked, in the order in which they are given: which of them go is not decided here."
 NUMBER = "The number is the one that displaces gives; it need not be the priority."
+NUMBERS = st.integers(0, 8).map(lambda n: n / 4)
 PRIORITIES = Recompute(displaces=by_priority)
 
 
@@ -29,7 +30,7 @@ def check(part: type[PreemptionPolicy]) -> None:
     _one_against_one()
     _all_of_them()
     _a_new_list()
-    for_all(_any_numbers, own=st.integers(0, 4), others=st.lists(st.integers(0, 4), max_size=6))
+    for_all(_any_numbers, own=NUMBERS, others=st.lists(NUMBERS, max_size=6))
     _urgent_takes_the_place()
 
 
@@ -85,12 +86,13 @@ def _a_new_list() -> None:
     _may_go(PRIORITIES, state("w"), [], "", "nobody runs", "Where nobody runs, nobody can be displaced: an empty list.")
 
 
-def _any_numbers(own: int, others: list[int]) -> None:
-    waiting = state("w", priority=9 - own)  # so that the priority is no help
-    running = [state(chr(97 + i), rank=9 - i) for i in range(len(others))]
+def _any_numbers(own: float, others: list[float]) -> None:
+    waiting = state("w", priority=9 - int(own))  # so that the priority is no help
+    running = [state("cafbed"[i], rank=9 - i) for i in range(len(others))]
     numbers = {waiting: own, **dict(zip(running, others, strict=True))}
     want = "".join(each.label for each in running if numbers[each] > own)
-    case = f"the one that waits has the number {own}, those that run (a, b, ...) have {others}"
+    said = ", ".join(f"{each.label} {numbers[each]:g}" for each in running) or "nobody"
+    case = f"numbers given by displaces: w, which waits, {own:g}; those that run: {said}"
     idea = "Outranked are those with a greater number, and no others."
     _may_go(Recompute(displaces=numbers.__getitem__), waiting, running, want, case, idea)
 

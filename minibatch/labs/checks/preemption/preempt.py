@@ -160,7 +160,7 @@ def _same_answers(engine: Engine, asked: Mapping[str, Request], case: str) -> No
 
 
 def _several_times(way: Recompute) -> None:
-    """SC-07: one of four is preempted twice."""
+    """One of four is preempted twice."""
     trial = run([request(4, 16, first=i) for i in range(4)], ContinuousBatching(preemption=way), PagedKVCache(8, 4))
     counts = [trial.results[label].timeline.num_preemptions for label in "abcd"]
     trial.expect(counts, [0, 1, 1, 2], what="preemptions of a, b, c, d", idea=COUNTED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from minibatch.labs.counterexample import expect
-from minibatch.labs.strips import GONE, Cell
+from minibatch.labs.strips import GONE, WRONG, Cell
 from minibatch.plot_style import MEMORY
 from minibatch.prefix_cache import CachedBlock, PrefixCache, PrefixCachedKVCache, block_hash
 from minibatch.request import RequestState
@@ -24,14 +24,14 @@ HASHES: list[tuple[str, Hash]] = [  # most of them so bad that it is seen what i
 
 
 def said(tokens: Sequence[int]) -> str:
-    """Tokens in words: ``0 to 7, 99``."""
+    """Tokens in words: ``0:8, 99``."""
     runs: list[list[int]] = []
     for token in tokens:
         if runs and token == runs[-1][-1] + 1:
             runs[-1].append(token)
         else:
             runs.append([token])
-    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
+    return ", ".join(f"{r[0]}:{r[-1] + 1}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def cut(tokens: Sequence[int], size: int) -> list[Tokens]:
@@ -64,13 +64,14 @@ def compute(kv: PrefixCachedKVCache, asked: RequestState, num_tokens: int) -> No
     expect(after, before, case=case, idea=only, what="computed tokens, table, references of the blocks")
 
 
-def progress(kv: PrefixCachedKVCache, asked: RequestState) -> list[Cell]:
-    """Its blocks, cut where the computed tokens end."""
+def progress(kv: PrefixCachedKVCache, asked: RequestState, lost: int | None = None) -> list[Cell]:
+    """Its blocks, cut where the computed tokens end. ``lost``: one to mark."""
     cells, size = [], kv.unit_size
     for index, block in enumerate(kv.units(asked)):
         start, stop = index * size, min((index + 1) * size, asked.num_tokens)
         middle = min(max(asked.num_computed, start), stop)
         for first, last, color in ((start, middle, HELD), (middle, stop, GONE)):
             if first < last:
+                color = WRONG if block == lost else color
                 cells.append(Cell(f"block {block}: {said(asked.tokens(first, last))}", color, 2 + last - first))
     return cells

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minibatch.labs.checks.prefix.chains import Tokens, cut, remember, said
 from minibatch.labs.checks.prefix.runs import engines
-from minibatch.labs.counterexample import expect
+from minibatch.labs.counterexample import expect, in_words
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import state
 from minibatch.labs.strips import EMPTY, GONE, RIGHT, Cell, compared, strips
@@ -77,8 +77,13 @@ def _look_up(kv: PrefixCachedKVCache, asked: RequestState, want: Sequence[Tokens
     chain, tokens = kv._find(asked), asked.tokens(0, asked.num_tokens)
     made = f", of which the last {len(asked.generated)} are generated" if asked.generated else ""
     case = f"blocks of {kv.unit_size}; {case}. Asked for: {said(tokens)}{made}"
-    listed = isinstance(chain, (list, tuple)) and all(isinstance(found, CachedBlock) for found in chain)
-    expect(listed, True, case=case, idea="Return a list of what pool.find returns: CachedBlocks.", what="such a list")
+    right = kind = "CachedBlocks"
+    if not isinstance(chain, (list, tuple)):
+        kind = None if chain is None else f"no list: {type(chain).__name__}"
+    elif others := [found for found in chain if not isinstance(found, CachedBlock)]:
+        kind = in_words(others[0], 60)
+    idea_of_kind = "Return a list of what pool.find returns: CachedBlocks."
+    expect(kind, right, case=case, idea=idea_of_kind, what="what is in the list")
     got = [found.tokens for found in chain]
 
     pieces = cut(tokens, kv.unit_size)
@@ -96,12 +101,12 @@ def _look_up(kv: PrefixCachedKVCache, asked: RequestState, want: Sequence[Tokens
 
 def _whose_it_is(part: type[PrefixCachedKVCache]) -> None:
     for salt, other in (("x", None), (None, "x"), ("x", "y"), (None, "")):
-        kv, case = _warm(part, WHOLE, salt=salt), f"0 to 11 are known with the salt {salt!r}"
+        kv, case = _warm(part, WHOLE, salt=salt), f"0:12 are known with the salt {salt!r}"
         _look_up(kv, state("a", range(13), salt=salt), PIECES, f"{case}; the request has it too", SALTS)
         _look_up(kv, state("a", range(13), salt=other), [], f"{case}; the request has {other!r}", SALTS)
     scored = "A request with prompt_logprobs finds nothing: it needs the logits of every position of its prompt."
     asked = state("a", range(13), prompt_logprobs=0)
-    _look_up(_warm(part, WHOLE), asked, [], "0 to 11 are known; the request has prompt_logprobs=0", scored)
+    _look_up(_warm(part, WHOLE), asked, [], "0:12 are known; the request has prompt_logprobs=0", scored)
 
 
 def _changes_nothing(part: type[PrefixCachedKVCache]) -> None:
@@ -110,18 +115,18 @@ def _changes_nothing(part: type[PrefixCachedKVCache]) -> None:
     kv._find(asked)
     after = (sum(kv.pool.references), kv.idle(), asked.num_computed, kv.num_held(asked))
     pure, what = "To look a prefix up is planning, and planning changes nothing.", "references, idle, computed, held"
-    expect(after, (0, idle, 0, 0), case="0 to 11 are known; 0 to 12 is looked up", idea=pure, what=what)
+    expect(after, (0, idle, 0, 0), case="0:12 are known; 0:13 is looked up", idea=pure, what=what)
     for block in idle:
         kv.pool.share(block)
     shared = "Several requests can share a block: who holds it now does not matter."
-    _look_up(kv, asked, PIECES, "0 to 11 are known, and somebody holds them", shared)
+    _look_up(kv, asked, PIECES, "0:12 are known, and somebody holds them", shared)
 
 
 def _looks_anew(part: type[PrefixCachedKVCache]) -> None:
     kv, asked = _warm(part, []), state("a", range(13))
     _look_up(kv, asked, [], "nothing is known", ANEW)
     remember(kv.pool, PIECES)
-    _look_up(kv, asked, PIECES, "nothing is known; then 0 to 11 become known", ANEW)
+    _look_up(kv, asked, PIECES, "nothing is known; then 0:12 become known", ANEW)
 
 
 def _any_prompt(

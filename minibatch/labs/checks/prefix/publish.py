@@ -13,7 +13,7 @@ from minibatch.labs.checks.prefix.runs import engines, expect_found, in_turn
 from minibatch.labs.counterexample import expect
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import state
-from minibatch.labs.strips import compared, strips
+from minibatch.labs.strips import RIGHT, WRONG, Cell, strips
 from minibatch.labs.trial import alone, request
 from minibatch.prefix_cache import CachedBlock, PrefixCache, PrefixCachedKVCache, block_hash
 from minibatch.request import RequestState
@@ -29,8 +29,11 @@ ONE_CHAIN = "Each block is remembered behind the block before it: they are one c
 GOES_ON = "The next call goes on where the last one ended: its first new block comes after the last one of the chain."
 FOUND = "What a request has found is the beginning of its chain: its own blocks come after those."
 TWIN = "If another block holds the same already, that one stays, and the chain goes on from what remember returns."
-LOST = "If remember returns None, the block cannot be found; nor can anything after it, in this call or a later one."
-CHAIN = ["0 to 3 in block 0", "0 to 3 | 4 to 7 in block 1", "0 to 3 | 4 to 7 | 8 to 11 in block 2"]
+LOST = (
+    "If remember returns None, the block cannot be found; nor can anything after it, neither behind an earlier block "
+    "nor as the beginning of a new chain."
+)
+CHAIN = ["0:4 in block 0", "0:4 | 4:8 in block 1", "0:4 | 4:8 | 8:12 in block 2"]
 BY_HAND = (  # the prompt, how many tokens after it were generated, how many are computed after each call; found blocks
     (10, 0, (4,), 1, NOT_BEFORE),
     (10, 0, (6,), 1, PARTLY),
@@ -51,12 +54,12 @@ def check(part: type[PrefixCachedKVCache]) -> None:
         kv, asked = part(8, 4), state("a", prompt, range(prompt, prompt + generated))
         for computed in calls:
             compute(kv, asked, computed)
-        made = f", {prompt} to {prompt + generated - 1} generated after it" if generated else ""
-        case = f"a prompt of 0 to {prompt - 1}{made}; computed after each call: {', '.join(map(str, calls))} tokens"
+        made = f", {prompt}:{prompt + generated} generated after it" if generated else ""
+        case = f"a prompt of 0:{prompt}{made}; computed after each call: {', '.join(map(str, calls))} tokens"
         _can_be_found(kv, CHAIN[:number], [asked], case, idea)
     kv, asked = part(8, 4), state("a", range(5), salt="x")
     compute(kv, asked, 5)
-    _can_be_found(kv, ["0 to 3 in block 0, salt 'x'"], [asked], "a prompt of 0 to 4, salt 'x', computed", SALT)
+    _can_be_found(kv, ["0:4 in block 0, salt 'x'"], [asked], "a prompt of 0:5, salt 'x', computed", SALT)
     _after_what_was_found(part)
     _side_by_side(part)
     _after_a_collision(part)
@@ -71,14 +74,26 @@ def check(part: type[PrefixCachedKVCache]) -> None:
 
 
 def _can_be_found(
-    kv: PrefixCachedKVCache, want: Sequence[str], requests: Sequence[RequestState], case: str, idea: str
+    kv: PrefixCachedKVCache,
+    want: Sequence[str],
+    requests: Sequence[RequestState],
+    case: str,
+    idea: str,
+    lost: int | None = None,
 ) -> None:
-    """``want``: of each block that can be found the chain, as :func:`_chain_of` writes it."""
+    """``want``: of each block that can be found the chain, as :func:`_chain_of` writes it. ``lost``: a block that
+    cannot be found because of its hash."""
     want, got = sorted(want), sorted(_chain_of(known) for known in kv.pool.known())
 
     def picture() -> Figure:
-        rows = {one.label: progress(kv, one) for one in requests}
-        return strips(rows | compared(want, got, 6), "green: computed; grey: planned, not computed yet")
+        rows = {one.label: progress(kv, one, lost) for one in requests}
+        says = "green: computed; grey: planned, not computed yet" + "; orange: remember returns None" * (
+            lost is not None
+        )
+        for name, mine, other, color in (("missing", want, got, RIGHT), ("too much", got, want, WRONG)):
+            if more := [chain for chain in mine if chain not in other]:
+                rows[name] = [Cell(f"{more[0]}{f', and {len(more) - 1} more' * (len(more) > 1)}", color, 12)]
+        return strips(rows, says)
 
     if [one.partition(" in ")[0] for one in got] == [one.partition(" in ")[0] for one in want]:
         idea = "The blocks of a request are those of its table, in its order; of equal ones the first stays known."
@@ -103,8 +118,8 @@ def _after_what_was_found(part: type[PrefixCachedKVCache]) -> None:
     kv.adopt(b, 8)
     b.num_computed = 8
     compute(kv, b, 13)
-    case = "a: 0 to 8, computed. Then b: 0 to 7, 50 to 54; it has found 8 tokens and computed the rest"
-    _can_be_found(kv, [*CHAIN[:2], "0 to 3 | 4 to 7 | 50 to 53 in block 3"], [a, b], case, FOUND)
+    case = "a: 0:9, computed. Then b: 0:8, 50:55; it has found 8 tokens and computed the rest"
+    _can_be_found(kv, [*CHAIN[:2], "0:4 | 4:8 | 50:54 in block 3"], [a, b], case, FOUND)
 
 
 def _side_by_side(part: type[PrefixCachedKVCache]) -> None:
@@ -114,8 +129,8 @@ def _side_by_side(part: type[PrefixCachedKVCache]) -> None:
         one.num_computed = 8
     kv.publish([a, b])
     compute(kv, b, 13)
-    case = "a: 0 to 8 and b: 0 to 7, 50 to 54, side by side; of both 8 tokens are computed, then all of b"
-    _can_be_found(kv, [*CHAIN[:2], "0 to 3 | 4 to 7 | 50 to 53 in block 5"], [a, b], case, TWIN)
+    case = "a: 0:9 and b: 0:8, 50:55, side by side; of both 8 tokens are computed, then all of b"
+    _can_be_found(kv, [*CHAIN[:2], "0:4 | 4:8 | 50:54 in block 5"], [a, b], case, TWIN)
 
 
 def _clash(parent: int, tokens: Tokens, salt: str | None) -> int:
@@ -129,8 +144,8 @@ def _after_a_collision(part: type[PrefixCachedKVCache]) -> None:
         compute(kv, a, 12)
         for computed in calls:
             compute(kv, b, computed)
-        case = f"a: 0 to 12, computed. Then b: 50 to 62, {says}; the hash of 54 to 57 is that of 4 to 7"
-        _can_be_found(kv, [*CHAIN, "50 to 53 in block 4"], [a, b], case, LOST)
+        case = f"a: 0:13, computed. Then b: 50:63, {says}; the hash of 54:58 is that of 4:8"
+        _can_be_found(kv, [*CHAIN, "50:54 in block 4"], [a, b], case, LOST, lost=kv.units(b)[1])
 
 
 def _any_progress(part: type[PrefixCachedKVCache], prompts: list[list[int]], moves: list[tuple[int, int]]) -> None:

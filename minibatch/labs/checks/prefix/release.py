@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from hypothesis import strategies as st
@@ -21,6 +22,9 @@ from minibatch.prefix_cache import PrefixCachedKVCache
 TAIL = "Of one request the tail goes before the head: without the head, what remains can never be found."
 RESERVED = "With the table goes the number of tokens that it was reserved for."
 
+BOOKS = ("_tables", "_reserved")
+FORGOTTEN = "Who holds nothing has no entry, not even an empty one: else a server never forgets who was there."
+
 
 def check(part: type[PagedKVCache]) -> None:
     _tail_first()
@@ -39,19 +43,35 @@ def check(part: type[PagedKVCache]) -> None:
 
 def _tail_first() -> None:
     for free in ([0, 1, 2, 3], [3, 1, 2, 0]):
-        kv, asked = PrefixCachedKVCache(4, 4), state("a", range(13))
-        taken = [kv.pool.take() for _ in free]
-        kv.pool.drop(sorted(taken, key=free.index))  # now the free list is this one
-        compute(kv, asked, 13)
-        cells, table = progress(kv, asked), kv.units(asked)
-        kv.release(asked)
-        what = "idle blocks, the next to be evicted first"
-        rows = {"its table": cells} | compared(table[2::-1], kv.idle())
-        case = f"a prefix cache of 4 blocks of 4; a request of 13 tokens with the table {list(table)}; 3 are full"
-        same = partial(expect, case=case, picture=partial(strips, rows, what))
-        same(kv.idle(), table[2::-1], idea=TAIL, what=what)
-        stays = "What is given back can still be found, until somebody takes it."
-        same(len(list(kv.pool.known())), 3, idea=stays, what="blocks that can be found")
+        _given_back(free, 13, 13)
+    for blocks in range(2, 8):  # whatever the length of the table
+        _given_back(list(range(blocks)), 4 * blocks, 4 * blocks)
+        _given_back(list(range(blocks))[::-1], 4 * blocks - 1, 4 * blocks - 1)
+    for_all(
+        lambda free, tokens, computed: _given_back(free, tokens, min(tokens, computed)),
+        free=st.permutations(range(7)),
+        tokens=st.integers(1, 28),
+        computed=st.integers(0, 28),
+    )
+
+
+def _given_back(free: Sequence[int], tokens: int, computed: int) -> None:
+    """A request of so many tokens gives its blocks back; they were taken from this free list."""
+    kv, asked = PrefixCachedKVCache(len(free), 4), state("a", range(tokens))
+    taken = [kv.pool.take() for _ in free]
+    kv.pool.drop(sorted(taken, key=free.index))  # now the free list is this one
+    compute(kv, asked, computed)
+    cells, table, full = progress(kv, asked), kv.units(asked), computed // 4
+    want = table[:full][::-1]
+    kv.release(asked)
+    what = "idle blocks, the next to be evicted first"
+    rows = {"its table": cells} | compared(want, kv.idle())
+    case = f"a prefix cache of {len(free)} blocks of 4; a request of {tokens} tokens with the table {list(table)}"
+    case += f", {computed} tokens computed: {full} full block{'s' * (full != 1)}"
+    same = partial(expect, case=case, picture=partial(strips, rows, what))
+    same(kv.idle(), want, idea=TAIL, what=what)
+    stays = "What is given back can still be found, until somebody takes it."
+    same(len(list(kv.pool.known())), full, idea=stays, what="blocks that can be found")
 
 
 def _all_back(part: type[PagedKVCache]) -> None:
@@ -75,6 +95,7 @@ def _all_back(part: type[PagedKVCache]) -> None:
         ("blocks of the request", kv.units(asked), (), "It holds nothing any more: its table is gone."),
         ("room", asked.room, 0, "request.room says how far it may write without asking: with its blocks that is over."),
         ("tokens reserved", kv.reserved_for(asked), 0, RESERVED),
+        ("entries left for it", [name for name in BOOKS if asked in getattr(kv, name)], [], FORGOTTEN),
     )
     judge(facts, case)
     kv.release(asked)

@@ -15,10 +15,12 @@ from minibatch.labs.properties import for_all
 from minibatch.labs.strips import EMPTY, Cell, compared, strips
 from minibatch.labs.trial import request
 from minibatch.prefix_cache import PrefixCache, PrefixCachedKVCache
+from minibatch.trace import counted
 
 FORGET = "Forget before you overwrite: a block that is taken gets other K/V, and must not be found for its old tokens."
 NO_CONTENT = "A block that was forgotten has no content: it is not a known one, and comes back as empty, not as idle."
 AGAIN = "What was forgotten can be remembered again."
+IDLE_LONGEST = "Of the blocks that can be found the one idle longest is taken: the first key of self._idle."
 ONE = "One block is needed, so one is forgotten: the others can still be found."
 # t: a block is taken; r0: a token is remembered of block 0; d0: it is given back; s0: it is found by somebody.
 BY_HAND = (
@@ -26,7 +28,8 @@ BY_HAND = (
     (1, "t r0 d0 t", "A block of nobody can be taken, although it can be found."),
     (1, "t r0 d0 t d0 t r0", AGAIN),
     (2, "t r0 d0 t", "Blocks without content go first: nothing has to be forgotten for them."),
-    (3, "t r0 t r1 t r2 d2 d0 d1 t t", "Of the blocks that can be found the one idle longest is taken: idle()[0]."),
+    (2, "t r0 t r1 d1 d0 t t", IDLE_LONGEST),
+    (3, "t r0 t r1 t r2 d2 d0 d1 t t", IDLE_LONGEST),
     (2, "t r0 t r1 d0 d1 s0 t", "A block that somebody holds is never taken."),
     (2, "t r0 t r1 d0 d1 s0 d0 t", "Idle longest means since its last use: one that was found again goes to the end."),
 )
@@ -49,7 +52,7 @@ def _life(part: type[PrefixCache], size: int, moves: Sequence[tuple[str, int]], 
     """Against two queues and the token of each block that can be found. Moves that cannot be made are left out."""
     pool, empty, idle, held, content, told = part(size), list(range(size)), [], [], {}, []
     for number, (move, which) in enumerate(moves):
-        case, token = f"a pool of {size} blocks: {', '.join(told) or 'nothing yet'}", number % 5
+        case, token = f"a pool of {counted(size, 'block')}: {', '.join(told) or 'nothing yet'}", number % 5
         if move == "t" and (empty or idle):
             held.append((empty or idle).pop(0))
             content.pop(held[-1], None)
@@ -71,7 +74,7 @@ def _life(part: type[PrefixCache], size: int, moves: Sequence[tuple[str, int]], 
             told.append(f"{block} given back")
         else:
             continue
-        _compare(pool, content, idle, empty, f"a pool of {size} blocks: {', '.join(told)}", move)
+        _compare(pool, content, idle, empty, f"a pool of {counted(size, 'block')}: {', '.join(told)}", move)
 
 
 def _pick(blocks: list[int], which: int) -> int:

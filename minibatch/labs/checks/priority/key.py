@@ -14,13 +14,14 @@ from minibatch import plot_style
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.labs.counterexample import expect, in_words
 from minibatch.labs.properties import for_all
-from minibatch.labs.states import described, line_up, state
+from minibatch.labs.states import line_up, state
 from minibatch.labs.trial import Trial, request, run
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.policies.queueing import Order
 
 Asks = Sequence[tuple[int, float]]  # priorities and arrivals, as they come
-AGEING = st.sampled_from([0.5, 1.0, 2.0, 4.0, 8.0, math.inf])  # with these, sums of whole numbers are exact
+NAMES = "cabfde"  # as they come: in no order
+AGEING = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0, math.inf])  # with these, sums of quarters are exact
 
 
 def check(part: type[Order]) -> None:
@@ -33,8 +34,16 @@ def check(part: type[Order]) -> None:
     idea = "A head start of 5 s is worth half a level where a level takes 10 s, no more: the urgent one goes first."
     sorts([(1, 0), (0, 5)], 10, idea)
     sorts([(1, 1), (0, 10)], 10, "Parts of a level count too: 9 s earlier is 0.9 of a level, which is not enough.")
+    idea = "Parts of a level count, however small: a key must not be rounded."
+    sorts([(1, 0), (0, 9.6)], 10, idea)
+    sorts([(1, 0), (0, 999.9)], 1000, idea)
     sorts([(1, 0), (0, 10)], 10, "Equal after ageing: then it is first come, first served.")
     sorts([(1, 0), (0, 1000)], math.inf, "Without ageing (math.inf) no wait makes up for priority.")
+    sorts([(1, 0), (0, 10**12)], math.inf, "Without ageing (math.inf) no wait makes up for priority, ever so long.")
+    sorts([(1000, 0), (0, 9999)], 10, "Levels have no end: 1,000 of them take 10,000 s, and 9,999 s are not enough.")
+    idea = "Late on the clock it is the same: what counts is who came how much earlier than the other."
+    sorts([(1, 10**9), (0, 10**9 + 9)], 10, idea)
+    sorts([(1, 10**9), (0, 10**9 + 11)], 10, idea)
     sorts([(-1, 3), (0, 0)], 2, "Priorities below 0 are numbers like others.")
     idea = "By priority - (now - arrival) / ageing, the same `now` for all."
     for_all(lambda asks, ageing: sorts(asks, ageing, idea), asks=_drawn(-2, 12, 0), ageing=AGEING)
@@ -49,13 +58,20 @@ def check(part: type[Order]) -> None:
 
 
 def _drawn(most_urgent: int, latest: int, fewest: int) -> st.SearchStrategy:
-    asks = st.lists(st.tuples(st.integers(most_urgent, 3), st.integers(0, latest)), min_size=fewest, max_size=6)
+    asks = st.lists(
+        st.tuples(st.integers(most_urgent, 3), st.integers(0, 4 * latest).map(lambda n: n / 4)),
+        min_size=fewest,
+        max_size=6,
+    )
     return asks.map(lambda asks: sorted(asks, key=lambda ask: ask[1]))
 
 
 def _sorts(part: type[Order], asks: Asks, ageing: float, idea: str) -> None:
-    waiting = [state("abcdef"[i], 9 - i, arrival=float(at), priority=p) for i, (p, at) in enumerate(asks)]
-    case = f"{described(waiting)} waiting; {'no ageing' if ageing == math.inf else f'{ageing:g} s a level'}"
+    waiting = [state(NAMES[i], 9 - i, arrival=float(at), priority=p) for i, (p, at) in enumerate(asks)]
+    said = [f"{NAMES[i]} of priority {p}, arrived at {at:,.13g} s" for i, (p, at) in enumerate(asks)]
+    case = (
+        f"as they come: {'; '.join(said) or 'nobody'}; {'no ageing' if ageing == math.inf else f'{ageing:g} s a level'}"
+    )
     got, want = [one.label for one in line_up(part(ageing), waiting)], _next_first(asks, ageing)
     expect(got, want, case=case, idea=idea, what="order", picture=lambda: _levels(asks, ageing, want, got))
 
@@ -64,17 +80,18 @@ def _next_first(asks: Asks, ageing: float) -> list[str]:
     """Sorted by what each number is at one common time, exactly."""
     per_second = Fraction(0) if ageing == math.inf else 1 / Fraction(ageing)
     aged = [Fraction(priority) - (1000 - Fraction(arrival)) * per_second for priority, arrival in asks]
-    return ["abcdef"[i] for i in sorted(range(len(asks)), key=lambda i: (aged[i], i))]
+    return [NAMES[i] for i in sorted(range(len(asks)), key=lambda i: (aged[i], i))]
 
 
 def _levels(asks: Asks, ageing: float, want: list[str], got: list[str]) -> Figure:
     """A line a request: its priority less the levels gained, from its arrival on. The lowest is next."""
     ax = plot_style.new_axes(3.4)
-    end = max(arrival for _, arrival in asks) * 1.3 + 2
+    first, last = (end(arrival for _, arrival in asks) for end in (min, max))
+    end = last + 0.3 * (last - first) + 2
     for number, (priority, arrival) in enumerate(asks):
         look = plot_style.SERIES[-1 - number % len(plot_style.SERIES)]
-        last = priority - (end - arrival) / ageing
-        ax.plot([arrival, end], [priority, last], **look | {"markevery": [0]}, label="abcdef"[number])
+        lowest = priority - (end - arrival) / ageing
+        ax.plot([arrival, end], [priority, lowest], **look | {"markevery": [0]}, label=NAMES[number])
     said = f"the lowest is next: expected {', '.join(want)}; happened {', '.join(got)}"
     plot_style.tidy(ax, said, "time, s (a mark is an arrival)", "priority - levels gained")
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -33,7 +33,7 @@ def check(part: type[Order]) -> None:
     idea = "In order of arrival, until one that did not join has waited longer than patience."
     for_all(
         lambda **drawn: _walked(part, idea=idea, **drawn),
-        asks=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 10)), max_size=6),
+        asks=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20).map(lambda n: n / 2)), max_size=6),
         lookahead=st.integers(0, 4),
         patience=st.sampled_from([0, 2, 5, math.inf]),
     )
@@ -65,6 +65,7 @@ def _by_hand(walked: partial) -> None:
     )
     walked([(5, 8), (1, 9)], 2, 5, "As long as it has not waited for long, others may overtake it.")
     walked([(5, 5), (1, 9)], 2, 5, "Exactly patience is not longer than patience: after 5 s others may still overtake.")
+    walked([(5, 4.5), (1, 9)], 2, 5, "Parts of a second count: 5.5 s are longer than 5.")
     walked([(5, 0), (1, 9)], 2, 0, "With patience 0 nobody overtakes whoever has waited at all.")
     walked([], 2, 5, "An empty queue is a walk without anybody.")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.continuous_batching import ContinuousBatching
 from minibatch.kv_cache import ContiguousKVCache
+from minibatch.labs.counterexample import in_words
 from minibatch.labs.packed_toy import PackedToy
 from minibatch.labs.properties import for_all
 from minibatch.labs.trial import request, run
@@ -18,6 +21,14 @@ KINDS = (
     lambda: (ContinuousBatching(4), PagedKVCache(8, 4)),
     lambda: (ChunkedPrefill(5, 4, max_chunk=3), PagedKVCache(8, 4)),
 )
+
+
+def kind(got: Any, right: type, words: str) -> str | None:
+    """``words`` if it is of the right type; else what came out: ``3, an int``."""
+    if got is None or isinstance(got, right):
+        return None if got is None else words
+    name = type(got).__name__
+    return f"{in_words(got, 60)}, a{'n' * (name[0] in 'aeiou')} {name}"
 
 
 def engines() -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from minibatch import plot_style
 from minibatch.kv_cache import KVCache
-from minibatch.labs.checks.ragged.engines import engines
+from minibatch.labs.checks.ragged.engines import engines, kind
 from minibatch.labs.counterexample import expect, plain
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import state
@@ -31,7 +31,10 @@ ALL_BEFORE = (
     "A chunk reads the rows of all tokens of its request up to its own end: those of earlier iterations are in the "
     "cache, and its attention needs them."
 )
-ONES_FIRST = "Chunks of one token stand first, so that they can attend together; longer ones in the order of the plan."
+ONES_FIRST = "Chunks of one token stand before all longer ones, so that they can attend together."
+IN_PLAN_ORDER = "Chunks of more than one token stand in the order of the plan."
+IN_ONE_PIECE = "The tokens of a chunk stand side by side, in the order in which the request has them."
+PADS_LAST = "Padding stands behind all chunks."
 BY_CONTEXT = "Chunks of one token stand in the order of their contexts, so that those of like length are neighbours."
 OF_THE_PLAN = "Logits come in the order of the plan, however the chunks stand in the sequence: the engine counts on it."
 SOME_LOGITS = "Of each chunk its last chunk.num_logits tokens have logits: the newest token to sample from, or none."
@@ -53,8 +56,9 @@ class Ask(NamedTuple):
 BY_HAND: tuple[tuple[list[Ask], list[tuple[int, bool]], dict[str, str]], ...] = (  # asks, pads (tokens, dead), ideas
     ([Ask(3, 0, 3), Ask(2, 0, 2)], [], {"positions": BEGINS_ANEW}),
     ([Ask(12, 5, 9)], [], {"positions": GOES_ON}),
-    ([Ask(12, 5, 10), Ask(3, 0, 3), Ask(5, 4, 5)], [], {"tokens": ONES_FIRST}),
-    ([Ask(9, 8, 9), Ask(2, 1, 2), Ask(5, 4, 5)], [], {"tokens": BY_CONTEXT}),
+    ([Ask(12, 5, 10), Ask(3, 0, 3), Ask(5, 4, 5)], [], {}),
+    ([Ask(9, 8, 9), Ask(2, 1, 2), Ask(5, 4, 5)], [], {}),
+    ([Ask(5, 0, 5), Ask(3, 0, 3), Ask(4, 0, 4)], [], {}),
     ([Ask(3, 0, 3, True), Ask(9, 2, 6, True), Ask(2, 0, 2)], [], {"logits": SCORED}),
     ([Ask(2, 0, 2), Ask(5, 0, 5)], [(3, False)], {"tokens": PADS, "positions": PADS}),
     ([Ask(6, 5, 6), Ask(3, 2, 3)], [(1, True), (1, True)], {}),
@@ -90,9 +94,8 @@ def _plan(asks: Sequence[Ask], pads: Sequence[tuple[int, bool]]) -> tuple[Plan, 
             if tokens < stop + 4:
                 kv.reserve(one, min(tokens, stop))
     for (one, start, stop), ask in zip(chunks, asks, strict=True):
-        which = f"token {start}" if stop == start + 1 else f"tokens {start} to {stop - 1}"
         scored = ", prompt_logprobs" if ask.scored else ""
-        said.append(f"{one.label} {which} of {ask.total}, blocks {list(kv.units(one))}{scored}")
+        said.append(f"{one.label} tokens {start}:{stop} of {ask.total}, blocks {list(kv.units(one))}{scored}")
     said += [f"a {'dead row' if dead else 'left padding'} of {tokens}" for tokens, dead in pads]
     plan = Plan(tuple(chunks), tuple(Padding(chunks[0].request, tokens, dead) for tokens, dead in pads))
     return plan, kv, f"blocks of 4; the plan: {'; '.join(said)}; scratch row {SCRATCH}"
@@ -105,9 +108,10 @@ def _packed(
     plan, kv, case = _plan(asks, pads)
     got = part(plan, kv, SCRATCH)
     same = partial(expect, case=case)
-    same(isinstance(got, Packed), True, idea=f"Return a Packed, not a {type(got).__name__}.", what="a Packed")
-    spans = all(isinstance(span, Span) for span in got.spans)
-    same(spans, True, idea="The spans of a Packed are Spans (first, length, rows).", what="Spans")
+    same(kind(got, Packed, "a Packed"), "a Packed", idea="Return a Packed, with six fields.", what="what comes out")
+    kinds = [kind(span, Span, "a Span") or "None" for span in got.spans]
+    idea = "The spans of a Packed are Spans (first, length, rows)."
+    same(kinds, ["a Span"] * len(kinds), idea=idea, what="what is in spans")
     same(len(got.spans), len(asks), idea="There is one span for each chunk.", what="spans")
 
     order, num_pads = _order(plan, got.tokens), sum(pad.num_tokens for pad in plan.padding)
@@ -120,10 +124,11 @@ def _packed(
         picture = partial(_sequence, owners, field, list(want), list(plain(got)))
         same(got, want, idea=ideas.get(field, idea), what=field, picture=picture)
 
-    idea = "The sequence has the tokens start to stop - 1 of each chunk, and a token 0 for each of the padding."
-    if sorted(plain(got.tokens)) == sorted(tokens + [0] * num_pads):
-        idea = f"{ONES_FIRST} {BY_CONTEXT} Padding comes last."
-    told("tokens", tokens + [0] * num_pads, got.tokens, idea)
+    idea = "The sequence has the tokens start:stop of each chunk, and a token 0 for each of the padding."
+    listed = list(plain(got.tokens))
+    if sorted(listed) == sorted(tokens + [0] * num_pads):
+        ideas = {**ideas, "tokens": _misplaced(plan, listed, num_pads)}
+    told("tokens", tokens + [0] * num_pads, listed, idea)
     told("positions", positions + [0] * num_pads, got.positions, f"{BEGINS_ANEW} {GOES_ON}")
     own = list(plain(got.slots))[: len(slots)] == slots
     told("slots", slots + [SCRATCH] * num_pads, got.slots, TO_SCRATCH if own else OWN_ROWS)
@@ -149,6 +154,20 @@ def _order(plan: Plan, tokens: Any) -> list[Chunk]:
         return (False, chunk.stop, place) if chunk.stop - chunk.start == 1 else (True, 0, 0)
 
     return sorted(plan.chunks, key=key)
+
+
+def _misplaced(plan: Plan, tokens: list[int], num_pads: int) -> str:
+    """Which rule the sequence breaks, if it has all the tokens that it should have."""
+    if any(tokens[len(tokens) - num_pads :]):
+        return PADS_LAST
+    places = {c: [tokens.index(token) for token in c.request.tokens(c.start, c.stop)] for c in plan.chunks}
+    ones = [places[c][0] for c in sorted(plan.chunks, key=lambda chunk: chunk.stop) if len(places[c]) == 1]
+    longer = [places[c] for c in plan.chunks if len(places[c]) > 1]
+    if any(own != list(range(own[0], own[0] + len(own))) for own in longer):
+        return IN_ONE_PIECE
+    if max(ones, default=-1) > min((own[0] for own in longer), default=len(tokens)):
+        return ONES_FIRST
+    return IN_PLAN_ORDER if longer != sorted(longer) else BY_CONTEXT
 
 
 def _logits(plan: Plan, order: Sequence[Chunk], got: Packed, told: Callable[..., None]) -> None:

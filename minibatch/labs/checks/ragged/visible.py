@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from minibatch.labs.checks.ragged.engines import engines
+from minibatch.labs.checks.ragged.engines import engines, kind
 from minibatch.labs.counterexample import expect
 from minibatch.labs.properties import for_all
 from minibatch.labs.strips import EMPTY, GONE, RIGHT, WRONG, Cell, strips
@@ -53,7 +53,7 @@ def _mask(part: Visible, lengths: list[int], queries: int, window: int | None, i
     same, given = partial(expect, case=case), np.array(lengths)
     got, shape = part(given, queries, window), (len(lengths), queries, max(lengths))
     same(given, lengths, idea="The lengths are the caller's: leave them as they are.", what="lengths afterwards")
-    same(isinstance(got, np.ndarray), True, idea="Return a numpy array.", what="an array")
+    same(kind(got, np.ndarray, "an array"), "an array", idea="Return a numpy array.", what="what comes out")
     same(got.shape, shape, idea="[batch, queries, keys], with as many keys as the longest request has.", what="shape")
     same(str(got.dtype), "bool", idea="An array of truth values (dtype bool).", what="dtype")
     want = np.zeros(shape, dtype=bool)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minibatch.kv_cache import ContiguousKVCache
 from minibatch.labs.checks.static.batches import SIZES, run_static
-from minibatch.labs.counterexample import expect
+from minibatch.labs.counterexample import expect, in_words
 from minibatch.labs.plans import expect_plan, planned
 from minibatch.labs.properties import for_all
 from minibatch.labs.states import decoding, described, holding, line_up, state
@@ -26,14 +26,16 @@ def check(part: type[StaticBatching]) -> None:
     _step(part, [(3, 2, False), (2, 2, False)])
     _step(part, [(3, 2, True), (3, 2, False), (2, 2, False)])
     _step(part, [(3, 2, True), (3, 5, True), (4, 3, False)])
-    _step(part, [(3, 2, True), (3, 2, False)], waits=True)
+    for waits in (True, False):
+        _step(part, [(3, 2, True), (3, 2, False)], waits)
     for_all(lambda members: _step(part, [*members, (2, 2, False)]), members=MEMBERS)
     _one_stops_early()
     _one_comes_late()
     for_all(_batch_after_batch, examples=15, sizes=SIZES, places=st.integers(1, 4))
 
 
-def _step(part: type[StaticBatching], members: Sequence[Member], waits: bool = False) -> None:
+def _step(part: type[StaticBatching], members: Sequence[Member], waits: bool | None = None) -> None:
+    """``waits``: whether somebody does, and then the plan's rest is looked at too."""
     active = []
     for i, (prompt, made, over) in enumerate(members):
         why = ("length", "stop")[i % 2] if over else None
@@ -50,7 +52,11 @@ def _step(part: type[StaticBatching], members: Sequence[Member], waits: bool = F
     expect_plan(plan, want, case=case, idea=lambda got: _idea(got, active), who=[*active, *queue])
     if waits:
         idea = "Those who wait are told why: the plan's rest says it."
-        expect("a reason" if plan.rest else "nothing", "a reason", case=case, idea=idea, what="rest")
+        said = "a text" if isinstance(plan.rest, str) and plan.rest else in_words(plan.rest) or "the empty string"
+        expect(said, "a text", case=case, idea=idea, what="rest")
+    elif waits is not None:
+        idea = "The plan's rest is for those who wait: if nobody does, it is the empty string."
+        expect(in_words(plan.rest) or "the empty string", "the empty string", case=case, idea=idea, what="rest")
 
 
 def _idea(plan: Plan, active: list[RequestState]) -> str:
@@ -74,7 +80,7 @@ def _idea(plan: Plan, active: list[RequestState]) -> str:
 
 
 def _one_stops_early() -> None:
-    """ST-02: four places, two requests; one stops by itself."""
+    """Four places, two requests; one stops by itself."""
     stop = alone(request(3, 6))[1]
     trial = run_static([request(3, 6, stop_token_ids=(stop,)), request(3, 6, first=1)], 4)
     idea = "The batch runs until its longest member has ended: neither shorter nor longer."

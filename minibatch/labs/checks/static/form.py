@@ -29,7 +29,11 @@ def check(part: type[StaticBatching]) -> None:
     _rectangles(part)
     _who_fits(part)
     _when_it_starts(part)
-    limits = {"batch_size": st.integers(1, 4), "max_wait": st.integers(0, 4), "blocks": st.integers(5, 12)}
+    limits = {
+        "batch_size": st.integers(1, 4),
+        "max_wait": st.integers(0, 16).map(lambda n: n / 4),
+        "blocks": st.integers(5, 12),
+    }
     for_all(lambda **drawn: _as_by_hand(part, **drawn), asked=ASKED, later=st.integers(0, 3), **limits)
     _starts([0, 2], [4, 4], "Two of three wait until the first has waited 4 s.")
     _starts([0, 2, 3], [3, 3, 3], "With the third the batch is full, and starts.")
@@ -138,7 +142,7 @@ def _when_it_starts(part: type[StaticBatching]) -> None:
 
 
 def _as_by_hand(
-    part: type[StaticBatching], asked: list[tuple[int, ...]], batch_size: int, max_wait: int, blocks: int, later: int
+    part: type[StaticBatching], asked: list[tuple[int, ...]], batch_size: int, max_wait: float, blocks: int, later: int
 ) -> None:
     """With blocks of two."""
     waiting = _asks(*sorted(asked, key=lambda ask: ask[2]))
