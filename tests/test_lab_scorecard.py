@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 from lab_solutions import capstone as solutions
 from matplotlib.figure import Figure
@@ -111,6 +112,13 @@ def test_workloads_are_drawn_from_seed_and_draw(name):
     for other in (facts(4, 1), facts(3, 0)):
         assert {client for _, client, *_ in other}.isdisjoint({client for _, client, *_ in facts(3, 1)})
         assert [row[2:] for row in other] != [row[2:] for row in facts(3, 1)]
+
+
+@pytest.mark.slow
+def test_the_published_card_is_the_references():
+    """Fault: a student is measured against numbers that are no longer those of the reference."""
+    computed = scorecard.card(scorecard.served_by(scorecard.reference), seed=0)
+    pd.testing.assert_frame_equal(scorecard.reference_card(0), computed, rtol=1e-9)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -52,6 +53,7 @@ from minibatch.workloads import Workload
 
 Parts = Callable[[], tuple[Order, Scheduler]]
 
+PUBLISHED = Path(__file__).with_name("scorecard_reference.json")
 COST = CostModel(MODELS["llama-2-7b"], GPUS["a10g"])
 BLOCK, NUM_BLOCKS = 16, 985  # what 0.9 of the GPU's memory has room for
 TTFT, TPOT = 3.0, 0.12  # seconds: what a good request keeps to
@@ -287,6 +289,10 @@ def cards(make: Parts, seed: int = 0) -> Cards:
 
 @lru_cache
 def reference_card(seed: int) -> pd.DataFrame:
+    """That of the students' seed is published beside this file, so that nobody waits for it; a test says that it is
+    what :func:`reference` gets."""
+    if seed == 0:
+        return pd.read_json(PUBLISHED, orient="index")
     return card(served_by(reference), seed)
 
 

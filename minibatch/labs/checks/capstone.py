@@ -47,7 +47,8 @@ def _card(part: Part) -> pd.DataFrame:
 
     def watched(given: Workload) -> Trace:
         trace = _served(part, given, made)
-        first.append((given, trace))
+        if not first:
+            first.append((given, trace))
         return trace
 
     mine = scorecard.card(watched, Seed.value)
