@@ -19,8 +19,8 @@ METRICS = Lab(
             "Time between tokens",
             "minibatch.metrics:gaps",
             "timeline.token_times is the list of the times at which the request got its tokens, in order; two may be "
-            "equal. A request that got them at 5, 6, 7 and 9 s has the gaps 1, 1 and 2. The wait for the first "
-            "token is none of them. Return an array of float64, with no element for fewer than two tokens.",
+            "equal. A request that got them at 5, 6, 7 and 9 s has the gaps 1, 1 and 2. The wait for the first token "
+            "is none of them. Return an array of float64, with no element for fewer than two tokens.",
             2,
             "09_measuring",
             "metrics.gaps",
@@ -29,14 +29,14 @@ METRICS = Lab(
             "metrics.2",
             "From first arrival to last finish",
             "minibatch.metrics:makespan",
-            "trace.timelines is the list of requests, in any order. Of each you need arrival; scheduled, the start "
-            "of the first iteration that computed for it; token_times, a list; and finish. scheduled is None if it "
-            "never ran: it was refused, or aborted while it waited. Such a request does not count, although it has "
-            "an arrival and a finish. Every other one counts with its arrival, and ends with its finish, aborted "
-            "or not; finish is None while it still runs, and then it ends with its last token, or has no end yet. "
-            "0.0 is a time like any other. With arrivals at 2 and 3 s, of which the first has finished at 5 and "
-            "the second still runs, with tokens at 7 and 9 s, the answer is 9 - 2 = 7 s. If no request has an end, "
-            "return math.nan.",
+            "trace.timelines is the list of requests, in any order. Of each you need arrival; scheduled, the start of "
+            "the first iteration that computed for it; token_times, a list; and finish. scheduled is None if it never "
+            "ran: it was refused, or aborted while it waited. Such a request does not count, although it has an "
+            "arrival and a finish. Every other one counts with its arrival, and ends with its finish, aborted or not; "
+            "finish is None while it still runs, and then it ends with its last token, or has no end yet. 0.0 is a "
+            "time like any other. With arrivals at 2 and 3 s, of which the first has finished at 5 and the second "
+            "still runs, with tokens at 7 and 9 s, the answer is 9 - 2 = 7 s. If no request has an end, return "
+            "math.nan.",
             3,
             "09_measuring",
             "metrics.makespan",
@@ -46,14 +46,14 @@ METRICS = Lab(
             "Goodput",
             "minibatch.metrics:goodput",
             "requests_table(trace) is a table (pandas) with one row for each submitted request: a column for each "
-            "name in OBJECTIVES, in seconds, and finish_reason, which is in COMPLETED if the request was "
-            "completed. What was not measured is NaN there, so for a single token both tpot and max_tbt; that "
-            "breaks no bound. A latency that equals its bound keeps it, a bound of 0 is a bound, and with no "
-            "objectives every completed request is good. makespan(trace) is the time to divide by; ratio(part, "
-            "whole) is part / whole, and NaN where there is no whole, as rate is if nothing ran or in no time, and "
-            "share if there are no requests. Objectives are checked even then. Four requests with TTFT 1, 2, 8 and "
-            "1 s and TPOT 1 s, 4 s, 1 s and undefined, in 10 s, with ttft=5 and tpot=2: the first and the last are "
-            "good, {'good': 2, 'rate': 0.2, 'share': 0.5}.",
+            "name in OBJECTIVES, in seconds, and finish_reason, which is in COMPLETED if the request was completed. "
+            "What was not measured is NaN there, so for a single token both tpot and max_tbt; that breaks no bound. A "
+            "latency that equals its bound keeps it, a bound of 0 is a bound, and with no objectives every completed "
+            "request is good. makespan(trace) is the time to divide by; ratio(part, whole) is part / whole, and NaN "
+            "where there is no whole, as rate is if nothing ran or in no time, and share if there are no requests. "
+            "Objectives are checked even then. Four requests with TTFT 1, 2, 8 and 1 s and TPOT 1 s, 4 s, 1 s and "
+            "undefined, in 10 s, with ttft=5 and tpot=2: the first and the last are good, {'good': 2, 'rate': 0.2, "
+            "'share': 0.5}.",
             4,
             "09_measuring",
             "metrics.goodput",
@@ -141,9 +141,9 @@ ITERATION = Lab(
             "Who leaves",
             "minibatch.plan_draft:IterationLevel.leaving",
             "The engine asks this after every iteration in which somebody has ended. active is the list of those who "
-            "have place and memory; request.is_finished tells who has ended, for whatever reason. Return a new "
-            "list of those who leave, each of them once; an empty list if nobody does. The engine does the rest: do "
-            "not change active itself. Of a (alive), b (finished) and c (alive), [b] leaves, and a and c stay.",
+            "have place and memory; request.is_finished tells who has ended, for whatever reason. Return a new list "
+            "of those who leave, each of them once; an empty list if nobody does. The engine does the rest: do not "
+            "change active itself. Of a (alive), b (finished) and c (alive), [b] leaves, and a and c stay.",
             2,
             "02_iteration_level_scheduling",
             "iteration.leaving",
@@ -223,9 +223,8 @@ ADMISSION = Lab(
             "rounded down to whole blocks, is still free afterwards; also if nobody runs, and also if "
             "draft.memory.kv.grows is False, for then nobody needs another slot. Whether its own blocks are there at "
             "all is asked elsewhere: if they are not, either answer is right. The draft is only looked at: you are "
-            "asked several times. Example: 10 blocks, 6 "
-            "of them free, a share of 0.25: 2 are kept, so a request that needs 4 may join, and one that needs 5 has "
-            "to wait.",
+            "asked several times. Example: 10 blocks, 6 of them free, a share of 0.25: 2 are kept, so a request that "
+            "needs 4 may join, and one that needs 5 has to wait.",
             4,
             "03_memory_decides_admission",
             "admission.watermark",
@@ -283,8 +282,8 @@ PAGING = Lab(
             "minibatch.kv_cache:KVCache.rows",
             "self.units(request) are the blocks (or the one slot) of the request in token order, self.unit_size is "
             "how many rows each has. With blocks of 4 and the table [7, 2], token 5 is in row 2 * 4 + 1 = 9. Return "
-            "one row number for each of the tokens start:stop, as a numpy array of int64; an empty one for "
-            "start == stop. It works for slots in the same way.",
+            "one row number for each of the tokens start:stop, as a numpy array of int64; an empty one for start == "
+            "stop. It works for slots in the same way.",
             3,
             "04_paging",
             "paging.rows",
@@ -409,13 +408,12 @@ PREFIX = Lab(
             "minibatch.paged_kv_cache:PagedKVCache.release",
             "self._tables maps a request to the list of its blocks in token order, and self._reserved to the number "
             "of tokens that they were taken for; a request that holds nothing has no entry in either, and afterwards "
-            "this one has none. "
-            "self.pool.drop(blocks) takes one reference away from each of these, one after the other, and a block "
-            "that has none left is free; other tables may go on pointing to it. In a prefix cache such a block can "
-            "still be found, until blocks are needed: then the one that was dropped first is evicted first. So drop "
-            "them in the order in which as many leading tokens as possible can still be found when only some are "
-            "evicted. request.room is how many leading tokens the request may write without asking for memory: 0 from "
-            "now on; nothing else of the request changes. If it holds nothing this does nothing.",
+            "this one has none. self.pool.drop(blocks) takes one reference away from each of these, one after the "
+            "other, and a block that has none left is free; other tables may go on pointing to it. In a prefix cache "
+            "such a block can still be found, until blocks are needed: then the one that was dropped first is evicted "
+            "first. So drop them in the order in which as many leading tokens as possible can still be found when "
+            "only some are evicted. request.room is how many leading tokens the request may write without asking for "
+            "memory: 0 from now on; nothing else of the request changes. If it holds nothing this does nothing.",
             3,
             "05_prefix_cache",
             "prefix.release",
@@ -440,15 +438,15 @@ RAGGED = Lab(
             "Return Packed(tokens, positions, slots, spans, logits, num_logits). The sequence has first the chunks of "
             "one token, the one with the fewest tokens up to its stop first, then the longer chunks in the order of "
             "plan.chunks, then plan.padding. A chunk (request, start, stop) brings request.tokens(start, stop), at "
-            "the positions start:stop; a Padding brings num_tokens times token 0 at position 0. slots has for "
-            "each token the row that its K/V is written to: a token of a chunk has its own row, kv.rows(request, "
-            "start, stop), padding has scratch_row. spans has a Span(first, length, rows) for each chunk, in the "
-            "order of the sequence: the place of its first token, the number of its tokens, and the rows that it "
-            "reads, those of all tokens of the request up to stop, earlier chunks included. logits has places in the "
-            "sequence, in the order of plan.chunks: of each chunk its last chunk.num_logits tokens (often one; none "
-            "if it does not reach the newest token), and after all of them one place for each Padding that is dead, "
-            "its last token. num_logits is how many come before those of the dead. For a plan of a prompt of 3 and "
-            "then the token at position 8 of another request the positions are 8, 0, 1, 2, and logits is [3, 0].",
+            "the positions start:stop; a Padding brings num_tokens times token 0 at position 0. slots has for each "
+            "token the row that its K/V is written to: a token of a chunk has its own row, kv.rows(request, start, "
+            "stop), padding has scratch_row. spans has a Span(first, length, rows) for each chunk, in the order of "
+            "the sequence: the place of its first token, the number of its tokens, and the rows that it reads, those "
+            "of all tokens of the request up to stop, earlier chunks included. logits has places in the sequence, in "
+            "the order of plan.chunks: of each chunk its last chunk.num_logits tokens (often one; none if it does not "
+            "reach the newest token), and after all of them one place for each Padding that is dead, its last token. "
+            "num_logits is how many come before those of the dead. For a plan of a prompt of 3 and then the token at "
+            "position 8 of another request the positions are 8, 0, 1, 2, and logits is [3, 0].",
             6,
             "13_inside_the_executor",
             "ragged.pack",
@@ -458,12 +456,12 @@ RAGGED = Lab(
             "The mask of a chunk",
             "minibatch.models.packing:visible",
             "All requests of the batch have the same number of queries, the tokens of their chunks: in a request with "
-            "n tokens so far they are its last ones, n - queries:n, and the keys are its tokens 0:n. A "
-            "query sees its own key and those before it, only the last window of these if there is a window "
-            "(window=1: itself alone). The batch has as many columns as its longest request has keys; in the rows of "
-            "a shorter request the columns after its keys are padding, which nobody sees. Return an array of truth "
-            "values [batch, queries, keys]: for lengths [5], 2 queries and window 3 query 0 (token 3) sees keys 1, 2, "
-            "3 and query 1 keys 2, 3, 4. window is None or at least 1. Do not change lengths.",
+            "n tokens so far they are its last ones, n - queries:n, and the keys are its tokens 0:n. A query sees its "
+            "own key and those before it, only the last window of these if there is a window (window=1: itself "
+            "alone). The batch has as many columns as its longest request has keys; in the rows of a shorter request "
+            "the columns after its keys are padding, which nobody sees. Return an array of truth values [batch, "
+            "queries, keys]: for lengths [5], 2 queries and window 3 query 0 (token 3) sees keys 1, 2, 3 and query 1 "
+            "keys 2, 3, 4. window is None or at least 1. Do not change lengths.",
             4,
             "13_inside_the_executor",
             "ragged.visible",
@@ -518,11 +516,11 @@ CHUNKED = Lab(
             "chunked.3",
             "Taking turns",
             "minibatch.plan_draft:least_recently_scheduled",
-            "request.last_scheduled is the index of the last iteration that computed tokens of the request, -1 if none "
-            "has. Return a new list, the longest unserved first; those with the same last iteration stay in the order "
-            "in which they were given. requests can be any iterable; if it is a list, leave it as it is. With a, b, c "
-            "last scheduled in 4, 3, 4 the result is b, a, c. Schedulers call this for the requests that decode "
-            "and serve as many from the front as the budget allows.",
+            "request.last_scheduled is the index of the last iteration that computed tokens of the request, -1 if "
+            "none has. Return a new list, the longest unserved first; those with the same last iteration stay in the "
+            "order in which they were given. requests can be any iterable; if it is a list, leave it as it is. With "
+            "a, b, c last scheduled in 4, 3, 4 the result is b, a, c. Schedulers call this for the requests that "
+            "decode and serve as many from the front as the budget allows.",
             2,
             "07_chunked_prefill",
             "chunked.turns",
@@ -546,13 +544,12 @@ PREEMPTION = Lab(
             "preemption.1",
             "Who outranks whom",
             "minibatch.policies.preemption:PreemptionPolicy.outranked",
-            "self.displaces is None, or a function that gives each request a number, such as its priority: the "
-            "lower, the more urgent. Return a new list (the plan takes victims out of it) of those who run and "
-            "have a strictly greater number than the one that waits, in the order in which they are given; if "
-            "displaces is None, nobody. Which of them go, and whether one is enough, is decided elsewhere. Equal "
-            "numbers never displace each other, whoever came first: else the victim would come back and do the "
-            "same. By priority, a waiting request of priority 1 outranks two of four that run with 0, 1, 2 and 5: "
-            "the last two.",
+            "self.displaces is None, or a function that gives each request a number, such as its priority: the lower, "
+            "the more urgent. Return a new list (the plan takes victims out of it) of those who run and have a "
+            "strictly greater number than the one that waits, in the order in which they are given; if displaces is "
+            "None, nobody. Which of them go, and whether one is enough, is decided elsewhere. Equal numbers never "
+            "displace each other, whoever came first: else the victim would come back and do the same. By priority, a "
+            "waiting request of priority 1 outranks two of four that run with 0, 1, 2 and 5: the last two.",
             3,
             "08_policies",
             "preemption.outranked",
@@ -561,19 +558,18 @@ PREEMPTION = Lab(
             "preemption.2",
             "Preempted, and back in the queue",
             "minibatch.lifecycle:Lifecycle.preempt",
-            "preemption.request is the victim, preemption.by the request that it gives way to, and now the time. "
-            "The victim leaves self.active (change this very list: the engine holds it too), gives back its memory"
-            " (self.kv.release), and with the status Status.WAITING it is put back into the queue "
-            "(self.queue.add), which knows its old place: it does not arrive again. Without preemption.swap none "
-            "of its tokens counts as computed any more (num_computed). With swap num_computed stays; "
-            "self.store.swap_out(victim, rows) copies the rows of the computed tokens, which self.kv.rows(victim, "
-            "0, num_computed) names while it still holds them, and the dict self.kv.host gets their number, by "
-            "victim. In victim.timeline, num_preemptions counts this one, num_swapped adds up the tokens of every "
-            "swap, and the last of runs, a list of [start, end], ends now. To the list self.changes.preempted a "
-            "Preempted(request_id, by, num_tokens, swapped) is added, with the labels of both and the number of "
-            "tokens that were computed until now. All else of the victim stays, above all what it has generated, "
-            "and high_water, how far it was ever computed. What to do if the queue raises an error is not your "
-            "concern.",
+            "preemption.request is the victim, preemption.by the request that it gives way to, and now the time. The "
+            "victim leaves self.active (change this very list: the engine holds it too), gives back its memory "
+            "(self.kv.release), and with the status Status.WAITING it is put back into the queue (self.queue.add), "
+            "which knows its old place: it does not arrive again. Without preemption.swap none of its tokens counts "
+            "as computed any more (num_computed). With swap num_computed stays; self.store.swap_out(victim, rows) "
+            "copies the rows of the computed tokens, which self.kv.rows(victim, 0, num_computed) names while it still "
+            "holds them, and the dict self.kv.host gets their number, by victim. In victim.timeline, num_preemptions "
+            "counts this one, num_swapped adds up the tokens of every swap, and the last of runs, a list of [start, "
+            "end], ends now. To the list self.changes.preempted a Preempted(request_id, by, num_tokens, swapped) is "
+            "added, with the labels of both and the number of tokens that were computed until now. All else of the "
+            "victim stays, above all what it has generated, and high_water, how far it was ever computed. What to do "
+            "if the queue raises an error is not your concern.",
             5,
             "08_policies",
             "preemption.preempt",
@@ -584,17 +580,17 @@ PREEMPTION = Lab(
             "minibatch.plan_draft:PlanDraft._make_room",
             "Called while a plan is made, for a running request that needs rows for its first num_tokens tokens. "
             "self.memory.reserve(request, num_tokens) promises them and returns True; if they are not there it "
-            "returns False and changes nothing, and then somebody is displaced, one after the other, until they "
-            "are there. Those who join in this very plan go first, whatever the policy says, the last one to join "
-            "before the others: they are the keys of self.admissions, in the order in which they joined. When "
-            "there is none left, self._choose(self._candidates(), self.memory) names the victim; it may be the "
-            "request itself, and None means that nobody may go. self._displace(victim, request, why) takes all "
-            "that the victim has out of the plan: rows, a chunk that was planned, its tokens of the budget; why is"
-            " a text for people, such as 'needs its blocks'. Return True once the rows are promised. Return False "
-            "at once if the request itself was displaced, or if nobody may go: then it keeps what it holds, and a "
-            "Waiting(request, reason) is appended to self.waiting (self.memory.shortage(request, num_tokens) says "
-            "what is missing). Example: of four blocks two requests hold two each, all full, and the older one "
-            "needs a third: the newer one is displaced, and one block is left over.",
+            "returns False and changes nothing, and then somebody is displaced, one after the other, until they are "
+            "there. Those who join in this very plan go first, whatever the policy says, the last one to join before "
+            "the others: they are the keys of self.admissions, in the order in which they joined. When there is none "
+            "left, self._choose(self._candidates(), self.memory) names the victim; it may be the request itself, and "
+            "None means that nobody may go. self._displace(victim, request, why) takes all that the victim has out of "
+            "the plan: rows, a chunk that was planned, its tokens of the budget; why is a text for people, such as "
+            "'needs its blocks'. Return True once the rows are promised. Return False at once if the request itself "
+            "was displaced, or if nobody may go: then it keeps what it holds, and a Waiting(request, reason) is "
+            "appended to self.waiting (self.memory.shortage(request, num_tokens) says what is missing). Example: of "
+            "four blocks two requests hold two each, all full, and the older one needs a third: the newer one is "
+            "displaced, and one block is left over.",
             6,
             "08_policies",
             "preemption.make_room",
@@ -632,12 +628,12 @@ PRIORITY = Lab(
             "Overtaking, and patience",
             "minibatch.policies.queueing:FCFS.walk",
             "Yield the waiting requests (iterating over self gives them in the order of their arrival), one after the "
-            "other, for the caller to ask. The caller admits a request, or not, before it comes back for the next one: "
-            "after a yield, request in draft.admissions says whether the one just yielded has joined. The walk ends "
-            "for good after a request that has not joined and has waited longer than self.patience seconds (exactly "
-            "patience is not longer); now and request.arrival_time are in seconds. Such a request is asked itself, "
-            "and whoever has joined stops nobody, however long it waited. The caller counts lookahead and leaves the "
-            "walk when it is used up, so you need not. Change nothing.",
+            "other, for the caller to ask. The caller admits a request, or not, before it comes back for the next "
+            "one: after a yield, request in draft.admissions says whether the one just yielded has joined. The walk "
+            "ends for good after a request that has not joined and has waited longer than self.patience seconds "
+            "(exactly patience is not longer); now and request.arrival_time are in seconds. Such a request is asked "
+            "itself, and whoever has joined stops nobody, however long it waited. The caller counts lookahead and "
+            "leaves the walk when it is used up, so you need not. Change nothing.",
             4,
             "08_policies",
             "priority.walk",
@@ -662,16 +658,16 @@ FAIRNESS = Lab(
             "minibatch.policies.queueing:RoundRobin",
             "The base class keeps a queue for each client and asks yours for a number: next is a request of the "
             "client with the lowest standing(client); of equals, the one whose first waiting request came first. Let "
-            "the number be the turn (1, 2, 3, ... counted over all clients) in which the client was last served, 0 if"
-            " it never was; a client keeps it while it has nothing to ask. take(request) is called when a request of "
-            "request.client is admitted: that is a turn, unless the request comes back from a preemption, for then it"
-            " has been active before, and request.timeline.runs is not empty. A plan is made before anybody is "
-            "admitted, perhaps in vain, so it changes nothing of yours; and yet those who join in one plan count each"
-            " other: after(standing, request, draft) returns what the standing of its client, up to now standing, "
+            "the number be the turn (1, 2, 3, ... counted over all clients) in which the client was last served, 0 if "
+            "it never was; a client keeps it while it has nothing to ask. take(request) is called when a request of "
+            "request.client is admitted: that is a turn, unless the request comes back from a preemption, for then it "
+            "has been active before, and request.timeline.runs is not empty. A plan is made before anybody is "
+            "admitted, perhaps in vain, so it changes nothing of yours; and yet those who join in one plan count each "
+            "other: after(standing, request, draft) returns what the standing of its client, up to now standing, "
             "would be with the request admitted, the last one in draft.admissions (a dict, in the order of joining); "
-            "of one that comes back from a preemption it stays standing. note(request) is a text for people. __init__"
-            " and take have to call those of the base class. Example: with 4 places free and 4 requests of X before 2"
-            " of Y, there join X, Y, X, Y.",
+            "of one that comes back from a preemption it stays standing. note(request) is a text for people. __init__ "
+            "and take have to call those of the base class. Example: with 4 places free and 4 requests of X before 2 "
+            "of Y, there join X, Y, X, Y.",
             4,
             "08_policies",
             "fairness.round_robin",
@@ -681,14 +677,14 @@ FAIRNESS = Lab(
             "What a request has cost",
             "minibatch.policies.queueing:Fair.charge",
             "A prompt token costs self.input_weight, a generated one self.output_weight; request.generated is the "
-            "list of what it has generated so far. The whole prompt, request.num_prompt tokens, is charged from "
-            "the admission on, though it may be computed piece by piece; but its first request.num_cached tokens, "
-            "which a prefix cache had, are free. Only if request.finish_reason is 'abort', of the prompt no more "
-            "is charged than was computed: request.high_water is how many leading tokens, of prompt and answer, "
-            "ever were. It may be less than num_cached, but no charge is below 0. A preemption costs nothing more "
-            "and gives nothing back: it changes num_computed, but neither high_water nor num_cached. The weight of"
-            " the client (self.weights) has no part in this. Example: with the weights 1 and 2, a prompt of 10 "
-            "tokens, of which 8 were cached, and 3 generated tokens cost 2 + 6 = 8.",
+            "list of what it has generated so far. The whole prompt, request.num_prompt tokens, is charged from the "
+            "admission on, though it may be computed piece by piece; but its first request.num_cached tokens, which a "
+            "prefix cache had, are free. Only if request.finish_reason is 'abort', of the prompt no more is charged "
+            "than was computed: request.high_water is how many leading tokens, of prompt and answer, ever were. It "
+            "may be less than num_cached, but no charge is below 0. A preemption costs nothing more and gives nothing "
+            "back: it changes num_computed, but neither high_water nor num_cached. The weight of the client "
+            "(self.weights) has no part in this. Example: with the weights 1 and 2, a prompt of 10 tokens, of which 8 "
+            "were cached, and 3 generated tokens cost 2 + 6 = 8.",
             3,
             "08_policies",
             "fairness.charge",
@@ -697,18 +693,18 @@ FAIRNESS = Lab(
             "fairness.3",
             "No credit for idleness",
             "minibatch.policies.queueing:Fair.add",
-            "The engine calls add(request) when a request arrives, and again when it comes back from a preemption;"
-            " in both cases it waits from then on: super().add(request). A client was idle if no request of it "
-            "waits (iterate over self for those who wait, or use self._queues, a dict by client), even if one is "
-            "running, unless this request itself has only been preempted: then it is in self._served[client], the "
-            "requests that were admitted and have not ended (a client may be missing there). If self.lift is set, "
-            "a client that was idle is lifted before its request is among those who wait: its standing becomes at "
-            "least self._lowest(), the lowest standing of the clients that wait (if none does, that of the one "
-            "that waited last). A lift never lowers. standing(client) is counter(client) divided by the weight, "
-            "self.weights.get(client, 1.0); the counter is self.settled[client] (0 if missing) plus what its "
-            "requests in self._served have cost so far, and what you can raise is settled. Example: X waits and "
-            "has a standing of 50; Y is idle, with a counter of 20 and the weight 2, so its standing is 10; a "
-            "request of Y arrives, and the counter of Y becomes 100.",
+            "The engine calls add(request) when a request arrives, and again when it comes back from a preemption; in "
+            "both cases it waits from then on: super().add(request). A client was idle if no request of it waits "
+            "(iterate over self for those who wait, or use self._queues, a dict by client), even if one is running, "
+            "unless this request itself has only been preempted: then it is in self._served[client], the requests "
+            "that were admitted and have not ended (a client may be missing there). If self.lift is set, a client "
+            "that was idle is lifted before its request is among those who wait: its standing becomes at least "
+            "self._lowest(), the lowest standing of the clients that wait (if none does, that of the one that waited "
+            "last). A lift never lowers. standing(client) is counter(client) divided by the weight, "
+            "self.weights.get(client, 1.0); the counter is self.settled[client] (0 if missing) plus what its requests "
+            "in self._served have cost so far, and what you can raise is settled. Example: X waits and has a standing "
+            "of 50; Y is idle, with a counter of 20 and the weight 2, so its standing is 10; a request of Y arrives, "
+            "and the counter of Y becomes 100.",
             5,
             "08_policies",
             "fairness.lift",
@@ -730,17 +726,17 @@ COST = Lab(
             "cost.1",
             "What an iteration reads and computes",
             "minibatch.cost_model:Counts.of",
-            "Return cls(tokens, logits, ...). plan.chunks are (request, start, stop): tokens start:stop are "
-            "computed, and if stop == request.num_tokens one position goes through the head, else none. The query "
-            "at position i sees the keys 0 to i, or with a window the last `window` of these; a chunk reads the "
-            "K/V of each token that any of its queries sees, its own included, once, and writes those of its own "
-            "tokens. plan.padding are (request, num_tokens, dead): all go through the linear layers, those of dead "
-            "rows through the head, too; nothing of them is read, written or attended. plan.preemptions are "
-            "(request, by, swap), plan.admissions (request, reserve, cached): swapped is request.num_computed, "
-            "summed over preemptions with swap and over admissions with cached == 0 (theirs come back). Tokens 4:6 "
-            "of nine give tokens 2, logits 0, kv_read 6, kv_written 2, attended 5 + 6 = 11; with a window of 3, "
-            "kv_read 4 and attended 6. _beyond(spans, window) tells what a window spares, as (K/V tokens, pairs), "
-            "if you want it; _scored is for prompt_logprobs, which no request here asks for: leave it out.",
+            "Return cls(tokens, logits, ...). plan.chunks are (request, start, stop): tokens start:stop are computed, "
+            "and if stop == request.num_tokens one position goes through the head, else none. The query at position i "
+            "sees the keys 0 to i, or with a window the last `window` of these; a chunk reads the K/V of each token "
+            "that any of its queries sees, its own included, once, and writes those of its own tokens. plan.padding "
+            "are (request, num_tokens, dead): all go through the linear layers, those of dead rows through the head, "
+            "too; nothing of them is read, written or attended. plan.preemptions are (request, by, swap), "
+            "plan.admissions (request, reserve, cached): swapped is request.num_computed, summed over preemptions "
+            "with swap and over admissions with cached == 0 (theirs come back). Tokens 4:6 of nine give tokens 2, "
+            "logits 0, kv_read 6, kv_written 2, attended 5 + 6 = 11; with a window of 3, kv_read 4 and attended 6. "
+            "_beyond(spans, window) tells what a window spares, as (K/V tokens, pairs), if you want it; _scored is "
+            "for prompt_logprobs, which no request here asks for: leave it out.",
             5,
             "11_at_gpu_scale",
             "cost.counts",
@@ -749,19 +745,18 @@ COST = Lab(
             "cost.2",
             "Fitting the roofline",
             "minibatch.calibration:fit_linear",
-            "Layers read each weight once, 2 bytes, however many tokens go through, and compute 2 operations for "
-            "each weight and token. bandwidth and compute are the shares of gpu.bandwidth (bytes/s) and gpu.flops "
+            "Layers read each weight once, 2 bytes, however many tokens go through, and compute 2 operations for each "
+            "weight and token. bandwidth and compute are the shares of gpu.bandwidth (bytes/s) and gpu.flops "
             "(operations/s) that are reached: if 1e9 weights take 4 ms for one token at 1e12 bytes/s, bandwidth is "
-            "0.5. smooth_max(read, computed, sharpness) is the predicted time, of arrays too. Find the three "
-            "numbers with the least mean of |predicted / measured - 1|: relative, so that short work counts as "
-            "much as long, and not squared, so that a few slow measurements do not decide. _search(loss, starts) "
-            "returns the three positive numbers with the least loss(bandwidth, compute, sharpness), a float; "
-            "starts is a list of such triples, tried one after the other (so give it several sharpnesses between 1 "
-            "and 5), and no sharpness that it returns is below 1. Efficiency(bandwidth, compute, sharpness) refuses "
-            "shares above 2 and a sharpness that is not between 1 and 100; a search of your own has to keep to that. "
-            "_check_enough(distinct, seconds) raises the errors (FEWEST is 12); distinct is how many "
-            "different pairs (tokens, weights) there are, seconds an array. Exact times have to give the shares "
-            "back within 1 %.",
+            "0.5. smooth_max(read, computed, sharpness) is the predicted time, of arrays too. Find the three numbers "
+            "with the least mean of |predicted / measured - 1|: relative, so that short work counts as much as long, "
+            "and not squared, so that a few slow measurements do not decide. _search(loss, starts) returns the three "
+            "positive numbers with the least loss(bandwidth, compute, sharpness), a float; starts is a list of such "
+            "triples, tried one after the other (so give it several sharpnesses between 1 and 5), and no sharpness "
+            "that it returns is below 1. Efficiency(bandwidth, compute, sharpness) refuses shares above 2 and a "
+            "sharpness that is not between 1 and 100; a search of your own has to keep to that. "
+            "_check_enough(distinct, seconds) raises the errors (FEWEST is 12); distinct is how many different pairs "
+            "(tokens, weights) there are, seconds an array. Exact times have to give the shares back within 1 %.",
             5,
             "11_at_gpu_scale",
             "cost.fit",
@@ -783,20 +778,19 @@ CAPSTONE = Lab(
             "Beat the reference",
             "minibatch.labs.scorecard:parts",
             "Give the order of the queue and the scheduler with which the scorecard of minibatch/labs/scorecard.py "
-            "comes out better than that of its reference(), FCFS and ChunkedPrefill(token_budget=256): five "
-            "workloads (bursts, a client that floods, long answers, long documents, a steady mix), each with a "
-            "score of 100 x (goodput - fairness gap / 2 - preemption tax), all of them defined there; `minibatch "
-            "lab run .` prints your card beside the reference's and draws it. What "
-            "counts is the gain: your mean score minus the reference's, divided by what the reference lacks to 100. "
-            "Points begin at a gain of 0.2 and grow evenly up to 0.65, which is worth all of them; but no workload "
-            "may fall more than 15 points below the reference, every request has to be answered, and none may wait "
-            "more than 25 s for a token, the first or any other. Take what minibatch.policies has, or derive classes "
-            "of your own in this file (an Order needs key or walk; see also AdmissionPolicy, PreemptionPolicy, "
-            "ChunkedPrefill.plan). parts is called before every run, does not know which workload comes, and has to "
-            "make a new order and a new scheduler each time. They may use what a server knows: the requests that "
-            "have arrived and those that run, with prompt, client, limit and what is generated so far, the memory, "
-            "and the time; but not the workload's random numbers or the length of an answer, and graders use other "
-            "seeds than yours.",
+            "comes out better than that of its reference(), FCFS and ChunkedPrefill(token_budget=256): five workloads "
+            "(bursts, a client that floods, long answers, long documents, a steady mix), each with a score of 100 x "
+            "(goodput - fairness gap / 2 - preemption tax), all of them defined there; `minibatch lab run .` prints "
+            "your card beside the reference's and draws it. What counts is the gain: your mean score minus the "
+            "reference's, divided by what the reference lacks to 100. Points begin at a gain of 0.2 and grow evenly "
+            "up to 0.65, which is worth all of them; but no workload may fall more than 15 points below the "
+            "reference, every request has to be answered, and none may wait more than 25 s for a token, the first or "
+            "any other. Take what minibatch.policies has, or derive classes of your own in this file (an Order needs "
+            "key or walk; see also AdmissionPolicy, PreemptionPolicy, ChunkedPrefill.plan). parts is called before "
+            "every run, does not know which workload comes, and has to make a new order and a new scheduler each "
+            "time. They may use what a server knows: the requests that have arrived and those that run, with prompt, "
+            "client, limit and what is generated so far, the memory, and the time; but not the workload's random "
+            "numbers or the length of an answer, and graders use other seeds than yours.",
             20,
             "08_policies",
             "capstone",

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from minibatch import plot_style
-from minibatch.labs import scorecard
+from minibatch.labs import scorecard, scorecard_plot
 from minibatch.labs.counterexample import CounterExample, in_words
 from minibatch.labs.properties import Seed
 from minibatch.labs.trial import told
@@ -193,7 +193,7 @@ def _on_card(idea: str, expected: str, happened: str, mine: pd.DataFrame, theirs
         case=f"the scorecard: {len(mine)} workloads, each drawn twice (seed {Seed.value})",
         expected=expected,
         happened=happened,
-        picture=lambda: scorecard.figure(mine, theirs),
+        picture=lambda: scorecard_plot.figure(mine, theirs),
     )
 
 
