@@ -103,6 +103,7 @@ def test_the_manifest():
     assert len({e.target for e in EXERCISES.values()}) == len(EXERCISES) >= 30
     for name, lab in LABS.items():
         assert lab.name == name and lab.goals and lab.minutes >= 30
+        assert lab.run is None or lab.look  # a run says what to look at
         assert [e.id.split(".")[0] for e in lab.exercises] == [name] * len(lab.exercises)
     for exercise in EXERCISES.values():
         assert exercise.notebook in notebooks

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,10 @@ class Ran(Mapping[str, Trace]):
     ``calls``   how often each exercise's code was called, by id; ``paths``: what was written
     """
 
-    def __init__(self, traces: Mapping[str, Trace], holds: bool, calls: Mapping[str, int], report: str) -> None:
-        self.traces, self.holds, self.calls, self.report = dict(traces), holds, dict(calls), report
+    def __init__(
+        self, traces: Mapping[str, Trace], holds: bool, calls: Mapping[str, int], report: str, look: str
+    ) -> None:
+        self.traces, self.holds, self.calls, self.report, self.look = dict(traces), holds, dict(calls), report, look
         self.paths: list[Path] = []
 
     def __getitem__(self, name: str) -> Trace:
@@ -127,7 +130,8 @@ class Ran(Mapping[str, Trace]):
 
     def __repr__(self) -> str:
         used = [f"{id} {EXERCISES[id].title}: {words.calls(count)}" for id, count in self.calls.items()]
-        return "\n".join(["your parts in this run", *used, "", self.report])
+        look = textwrap.wrap(self.look, words.WIDTH, initial_indent="look        ", subsequent_indent=" " * 12)
+        return "\n".join(["your parts in this run", *used, "", self.report, "", *look])
 
 
 def run(place: str | Path = ".", model: Any = None, seed: int = 0, out: Path | None = None) -> Ran | Cards:
@@ -154,7 +158,7 @@ def run(place: str | Path = ".", model: Any = None, seed: int = 0, out: Path | N
     knobs = {"workload": "short", "num_requests": 12, "max_tokens": 32, "load": 12.0, **lab.run, "seed": seed}
     with in_engine(lab, path) as calls:  # numbers and pictures too: some parts make these
         comparison = compare.run(model or TimedToy(), compare.Setup(**knobs), progress=False)
-        ran = Ran(comparison.traces, comparison.holds, calls, compare_report.describe(comparison))
+        ran = Ran(comparison.traces, comparison.holds, calls, compare_report.describe(comparison), lab.look)
         if out is not None:
             ran.paths = compare_report.save(comparison, out)
     ran.calls = dict(calls)

@@ -177,7 +177,8 @@ def _as_part(exercise: Exercise, part: Any) -> Any:
             part = kind(part) if kind in (property, classmethod, staticmethod) else part
             return type(exercise.top, (), {exercise.method: part})
         if not (isinstance(part, type) and exercise.method in vars(part)):
-            raise Missing(f"{exercise.top} in your code has no {exercise.method} of its own.")
+            what = getattr(part, "__name__", repr(part))
+            raise Missing(f"{what} has no {exercise.method} of its own: {exercise.id} tests {exercise.name}.")
     elif issubclass(kind, type) != isinstance(part, type):
         raise Missing(f"{exercise.top} has to be a {'class' if issubclass(kind, type) else 'function'}.")
     elif not callable(part):

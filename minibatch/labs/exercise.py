@@ -74,6 +74,7 @@ class Lab:
     ``run``      knobs of the comparison that shows the parts at work (fields of :class:`minibatch.compare.Setup`);
                  None: there is something else to show
     ``shows``    the configuration of which the notebook draws the run
+    ``look``     what to look at in the run
     """
 
     name: str
@@ -83,6 +84,7 @@ class Lab:
     exercises: tuple[Exercise, ...]
     run: Mapping[str, Any] | None = field(default_factory=dict)
     shows: str = "paged"
+    look: str = ""
 
     @property
     def points(self) -> int:

@@ -59,6 +59,8 @@ METRICS = Lab(
             "metrics.goodput",
         ),
     ),
+    look="TBT, throughput and the latency picture come from your gaps and makespan. Whose P99 is far from the P50, "
+    "and which configuration has the best TBT though nobody would want to wait for it?",
 )
 
 STATIC = Lab(
@@ -125,6 +127,8 @@ STATIC = Lab(
         ),
     ),
     shows="static",
+    look="In the membership picture of static every batch is a rectangle: the hatched rows have finished and run "
+    "on. Compare the useful share of the table with that of continuous.",
 )
 
 ITERATION = Lab(
@@ -186,6 +190,8 @@ ITERATION = Lab(
         ),
     ),
     shows="continuous",
+    look="In the membership picture of continuous a row ends and another begins in the next column. How many "
+    "iterations does static need for the same tokens?",
 )
 
 ADMISSION = Lab(
@@ -249,6 +255,8 @@ ADMISSION = Lab(
         ),
     ),
     run={"admission": "forecast", "block_size": 4, "load": 30.0},
+    look="Your forecast lets nobody join who would have to be preempted later: paged and chunked show no "
+    "preemption. What does that cost in TTFT? (Set load or admission in minibatch compare.)",
 )
 
 PAGING = Lab(
@@ -322,6 +330,8 @@ PAGING = Lab(
             "paging.copy_on_write",
         ),
     ),
+    look="In the KV picture of paged hardly anything is reserved, and fragmentation is at most a part of a block a "
+    "request; in that of continuous whole slots are held.",
 )
 
 PREFIX = Lab(
@@ -420,6 +430,8 @@ PREFIX = Lab(
         ),
     ),
     run={"prefix_cache": True, "block_size": 4, "load": 30.0},
+    look="Found tokens are the light blue beginnings in the membership picture; a request that was preempted finds "
+    "its own blocks again.",
 )
 
 RAGGED = Lab(
@@ -467,6 +479,8 @@ RAGGED = Lab(
             "ragged.visible",
         ),
     ),
+    look="The toy behind this run sees the sequence and masks that your code makes: a token that is read or "
+    "written in the wrong place would change the answers in the last lines.",
 )
 
 CHUNKED = Lab(
@@ -528,6 +542,8 @@ CHUNKED = Lab(
     ),
     run={"workload": "mixed", "token_budget": 64},
     shows="chunked",
+    look="In the token budget picture paged has tall columns, the prompts; chunked cuts them to 64. Compare the "
+    "P99 of TBT, and of TTFT.",
 )
 
 PREEMPTION = Lab(
@@ -597,6 +613,8 @@ PREEMPTION = Lab(
         ),
     ),
     run={"preemption": "priority", "priorities": 3, "block_size": 4, "load": 40.0},
+    look="Dashed lines in the membership picture are waits after a preemption, pink hatched bars what is computed "
+    "again. Are they the less urgent ones? See TTFT by priority.",
 )
 
 PRIORITY = Lab(
@@ -640,6 +658,8 @@ PRIORITY = Lab(
         ),
     ),
     run={"order": "priority", "priorities": 3, "load": 30.0},
+    look="TTFT by priority: where the batch has room for all, priority decides nothing. Where do the urgent ones "
+    "gain most, and who pays?",
 )
 
 FAIRNESS = Lab(
@@ -711,6 +731,8 @@ FAIRNESS = Lab(
         ),
     ),
     run={"order": "fair", "clients": 3, "num_requests": 24, "load": 30.0},
+    look="TTFT by client, with the number of requests in brackets: c0 sends most. Whose wait is longest under fcfs "
+    "(minibatch compare --clients 3), and whose under your order?",
 )
 
 COST = Lab(
@@ -762,6 +784,8 @@ COST = Lab(
             "cost.fit",
         ),
     ),
+    look="The clock of this run asks your Counts.of how long each iteration takes: a prompt is longer than a "
+    "decode, and a decode hardly longer with eight rows than with one.",
 )
 
 CAPSTONE = Lab(

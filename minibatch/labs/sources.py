@@ -25,7 +25,7 @@ Complete what raises NotImplementedError; README.md beside this file says what e
     minibatch lab run .       the engine with your parts in it
 
 All that is not in this file is the package's. A class that derives from one of the same name in the package is only the
-place for the methods below: all others are inherited, and can be used.
+place for the methods below, and helpers of yours: all others are inherited, and can be used, but not changed.
 """
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
