@@ -60,7 +60,11 @@ class BlockPool:
 
 
 class PagedKVCache(KVCache):
-    """Block tables over a pool of ``num_blocks`` blocks of ``block_size`` rows."""
+    """Block tables over a pool of ``num_blocks`` blocks of ``block_size`` rows.
+
+    ``tables``    of each request that holds anything, its blocks in token order
+    ``reserved``  for how many of its tokens these were taken
+    """
 
     unit_name = "block"
     grows = True
@@ -69,8 +73,8 @@ class PagedKVCache(KVCache):
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         super().__init__(num_blocks, block_size)
         self.pool = BlockPool(num_blocks)
-        self._tables: dict[RequestState, list[int]] = {}
-        self._reserved: dict[RequestState, int] = {}  # tokens that the blocks of a table were taken for
+        self.tables: dict[RequestState, list[int]] = {}
+        self.reserved: dict[RequestState, int] = {}
 
     @property
     def max_request_tokens(self) -> int:
@@ -91,31 +95,31 @@ class PagedKVCache(KVCache):
         return blocks
 
     def units(self, request: RequestState) -> tuple[int, ...]:
-        return tuple(self._tables.get(request, ()))
+        return tuple(self.tables.get(request, ()))
 
     def num_held(self, request: RequestState) -> int:
-        return len(self._tables.get(request, ()))
+        return len(self.tables.get(request, ()))
 
     def reserve(self, request: RequestState, num_tokens: int) -> RowCopy | None:
         """Makes sure that the first ``num_tokens`` tokens have rows that may be written: takes the blocks that are
         missing, and returns what has to be copied first, if the block that is written next was shared."""
-        table = self._tables.setdefault(request, [])
+        table = self.tables.setdefault(request, [])
         copy = self._copy_on_write(request, table) if self.pool.num_shares else None
         for _ in range(self.need(request, num_tokens) - len(table)):
             table.append(self.pool.take())
-        self._reserved[request] = max(self._reserved.get(request, 0), num_tokens)
+        self.reserved[request] = max(self.reserved.get(request, 0), num_tokens)
         request.room = len(table) * self.unit_size  # what it has still to write is its own now
         return copy
 
     def release(self, request: RequestState) -> None:
         """Takes back all blocks that a request holds; nothing if it holds nothing."""
-        self.pool.drop(reversed(self._tables.pop(request, [])))
-        self._reserved.pop(request, None)
+        self.pool.drop(reversed(self.tables.pop(request, [])))
+        self.reserved.pop(request, None)
         request.room = 0
 
     def trim(self, request: RequestState) -> None:
-        if table := self._tables.get(request):
-            most = self.need(request, self._reserved[request])
+        if table := self.tables.get(request):
+            most = self.need(request, self.reserved[request])
             spare = table[most:]
             del table[most:]
             self.pool.drop(spare)
@@ -123,20 +127,20 @@ class PagedKVCache(KVCache):
 
     def reserved_for(self, request: RequestState) -> int:
         """Blocks that are kept for the other answers of the request count as reserved for it."""
-        meant = max(self._reserved.get(request, 0), request.num_computed)
+        meant = max(self.reserved.get(request, 0), request.num_computed)
         return meant + (self.num_held(request) - self.units_for(meant)) * self.unit_size
 
     def shared_block(self, request: RequestState) -> int | None:
         """Index in its table of the block that the request writes next, if it holds that and does not own it alone."""
         index = request.num_computed // self.unit_size
-        table = self._tables.get(request, ())
+        table = self.tables.get(request, ())
         return index if index < len(table) and self.pool.references[table[index]] > 1 else None
 
     def fork(self, parent: RequestState, child: RequestState) -> RowCopy | None:
         """The child's table points to the parent's blocks. Blocks that the parent has reserved for the child are its
         own from now on; then the last, partly filled block of the prompt is copied at once, for there is room."""
-        table = self._tables[parent]
-        own, full = self.units_for(self._reserved[parent]), parent.num_computed // self.unit_size
+        table = self.tables[parent]
+        own, full = self.units_for(self.reserved[parent]), parent.num_computed // self.unit_size
         each = own - full if len(table) > own else 0
         cut = len(table) - each
         mine = table[cut:]
@@ -145,7 +149,7 @@ class PagedKVCache(KVCache):
         parent.room = full * self.unit_size  # it writes to what may be shared now
         for block in shared:
             self.pool.share(block)
-        self._tables[child], self._reserved[child] = shared + mine, self._reserved[parent]
+        self.tables[child], self.reserved[child] = shared + mine, self.reserved[parent]
         rest = parent.num_computed % self.unit_size
         return self._rows_of(table[full], mine[0], rest) if mine and rest else None
 
@@ -171,7 +175,7 @@ class PagedKVCache(KVCache):
             return super()._sums(active)
         # The same, quicker.
         filled = sum([request.num_computed for request in active])
-        ahead = [self._reserved[request] - request.num_computed for request in active]
+        ahead = [self.reserved[request] - request.num_computed for request in active]
         reserved = sum([rows for rows in ahead if rows > 0])
         return filled, reserved, (self.num_units - self.num_free) * self.unit_size - filled - reserved
 
@@ -180,7 +184,7 @@ class PagedKVCache(KVCache):
         seen: set[int] = set()
         holders = sorted(active, key=lambda request: request.is_finished) if self.pool.num_shares else ()
         for request in holders:  # the living first: what they read is filled, whoever else holds it
-            table = self._tables.get(request, ())
+            table = self.tables.get(request, ())
             for index, block in [(i, b) for i, b in enumerate(table) if self.pool.references[b] > 1]:
                 if block not in seen:
                     seen.add(block)

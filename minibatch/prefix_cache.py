@@ -146,8 +146,8 @@ class PrefixCachedKVCache(PagedKVCache):
         chain = self._find(request)[: num_tokens // self.unit_size]
         for found in chain:
             self.pool.share(found.block)
-        self._tables[request] = [found.block for found in chain]
-        self._reserved[request] = num_tokens
+        self.tables[request] = [found.block for found in chain]
+        self.reserved[request] = num_tokens
         self._chains[request] = list(chain)
 
     def publish(self, requests: Iterable[RequestState]) -> None:
@@ -156,7 +156,7 @@ class PrefixCachedKVCache(PagedKVCache):
 
     def _publish(self, request: RequestState) -> None:
         """Others can find those of its full blocks that have been computed meanwhile."""
-        chain, table = self._chains.setdefault(request, []), self._tables[request]
+        chain, table = self._chains.setdefault(request, []), self.tables[request]
         first, last = len(chain), request.num_computed // self.unit_size
         for index, tokens in enumerate(self._pieces(request, first, last), start=first):
             parent = chain[-1] if chain else None

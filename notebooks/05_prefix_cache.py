@@ -455,7 +455,7 @@ print(f"{1 - said / prompt:.1%} are new, {(said - hits) / prompt:.1%} neither")
 # %%
 class HeadFirst(PrefixCachedKVCache):
     def release(self, request):
-        self._tables.get(request, []).reverse()
+        self.tables.get(request, []).reverse()
         super().release(request)
 
 

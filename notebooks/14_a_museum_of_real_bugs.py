@@ -666,7 +666,7 @@ found.replace({True: "found", False: ""})
 # %%
 class HeadFirst(PrefixCachedKVCache):
     def release(self, request):
-        self.pool.drop(self._tables.pop(request, []))  # should be reversed
+        self.pool.drop(self.tables.pop(request, []))  # should be reversed
         super().release(request)
 
 

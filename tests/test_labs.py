@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +112,21 @@ def test_the_manifest():
         assert exercise.points >= 1 and len(exercise.task) > 60
         assert sources.lines(exercise) >= 1
         assert callable(exercise.check)
+
+
+def is_self(attribute):
+    return getattr(attribute.value, "id", "") == "self"
+
+
+def test_checks_use_no_private_names():
+    """Fault: correct code is rejected because it keeps something else, or under another name. (What is to be written may
+    be called, of course.)"""
+    targets = {exercise.name.rpartition(".")[2] for exercise in EXERCISES.values()}
+    for path in sorted((Path(checker.__file__).parent / "checks").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        private = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr[0] == "_" and n.attr[:2] != "__"]
+        assert [ast.unparse(n) for n in private if n.attr not in targets and not is_self(n)] == [], path
+        assert not [n.value for n in nodes if isinstance(n, ast.Constant) and re.fullmatch(r"_[a-z]\w*", str(n.value))]
 
 
 # --- plugging in ---
@@ -243,8 +260,6 @@ def test_exercises_do_not_need_each_other(tmp_path):
 )
 def test_whatever_a_student_writes_is_told(body, before, says, tmp_path):
     """Fault: a check that hangs, dies without a word, or loses the other exercises' points."""
-    import re
-
     path = tmp_path / "paging.py"
     path.write_text(rows(body, before))
     outcomes = fresh.check(path, PAGING.exercises, limits=fresh.Limits(seconds=3.0), quiet=True)

@@ -300,12 +300,12 @@ PAGING = Lab(
             "paging.3",
             "A table that grows",
             "minibatch.paged_kv_cache:PagedKVCache.reserve",
-            "self._tables[request] is the block table of a request, a list of block numbers in token order; who holds "
+            "self.tables[request] is the block table of a request, a list of block numbers in token order; who holds "
             "nothing has no entry. self.need(request, num_tokens) says how long the table has to be; blocks that are "
             "missing come from self.pool.take() and go to its end, and a table that is longer stays as it is. The "
             "block that is written next may be shared with others: self._copy_on_write(request, table) puts another "
             "one in its place, in that very list, if that is so, and returns the rows to be copied, or None; reserve "
-            "returns the same. Note in self._reserved[request] the largest num_tokens since the request holds "
+            "returns the same. Note in self.reserved[request] the largest num_tokens since the request holds "
             "anything, and in request.room how many rows the blocks of its table have. Other methods see to it that "
             "the blocks are there, and forget a request that gives them back. Example: in blocks of 4, reserving 5 "
             "tokens and then 9 makes a table of 2 and then 3 blocks, and room 8 and then 12.",
@@ -381,7 +381,7 @@ PREFIX = Lab(
             "What may be found from now on",
             "minibatch.prefix_cache:PrefixCachedKVCache._publish",
             "Called after each iteration that has computed tokens of the request: the first request.num_computed of "
-            "its tokens have K/V now, the others not yet. self._tables[request] lists its blocks (of self.unit_size "
+            "its tokens have K/V now, the others not yet. self.tables[request] lists its blocks (of self.unit_size "
             "tokens) in token order, and self._pieces(request, first, last) yields the token tuples of its blocks "
             "first:last. For every full, computed block, in order, call self.pool.remember(block, parent, tokens, "
             "salt), the salt being request.request.cache_salt. It returns the CachedBlock that the next block has as "
@@ -416,7 +416,7 @@ PREFIX = Lab(
             "prefix.5",
             "The tail first",
             "minibatch.paged_kv_cache:PagedKVCache.release",
-            "self._tables maps a request to the list of its blocks in token order, and self._reserved to the number "
+            "self.tables maps a request to the list of its blocks in token order, and self.reserved to the number "
             "of tokens that they were taken for; a request that holds nothing has no entry in either, and afterwards "
             "this one has none. self.pool.drop(blocks) takes one reference away from each of these, one after the "
             "other, and a block that has none left is free; other tables may go on pointing to it. In a prefix cache "

@@ -170,12 +170,12 @@ def _by_divmod(self, request, start, stop):
 
 def _reserve(self, request, num_tokens, blocks=None, ask=True, give=True):
     """A right one; with other arguments it is wrong in one way."""
-    table = self._tables.setdefault(request, [])
+    table = self.tables.setdefault(request, [])
     copy = self._copy_on_write(request, table) if ask else None
     blocks = self.need(request, num_tokens) if blocks is None else blocks
     while len(table) < blocks:
         table.append(self.pool.take())
-    self._reserved[request] = max(num_tokens, self._reserved.get(request, 0))
+    self.reserved[request] = max(num_tokens, self.reserved.get(request, 0))
     request.room = self.unit_size * len(table)
     return copy if give else None
 
@@ -185,12 +185,12 @@ def _one_more_at_the_boundary(self, request, num_tokens):
 
 
 def _takes_all_again(self, request, num_tokens):
-    table = self._tables.setdefault(request, [])
+    table = self.tables.setdefault(request, [])
     copy = self._copy_on_write(request, table)
     for _ in range(self.need(request, num_tokens)):
         if len(self.pool):
             table.append(self.pool.take())
-    self._reserved[request] = max(num_tokens, self._reserved.get(request, 0))
+    self.reserved[request] = max(num_tokens, self.reserved.get(request, 0))
     request.room = self.unit_size * len(table)
     return copy
 
@@ -209,14 +209,14 @@ def _keeps_the_copy_to_itself(self, request, num_tokens):
 
 
 def _reserve_by_lists(self, request, num_tokens):
-    if request not in self._tables:
-        self._tables[request] = []
+    if request not in self.tables:
+        self.tables[request] = []
     missing = max(0, self.need(request, num_tokens) - self.num_held(request))
     new = [self.pool.take() for _ in range(missing)]
-    rows_to_copy = self._copy_on_write(request, self._tables[request])
-    self._tables[request] += new
-    if num_tokens > self._reserved.get(request, -1):
-        self._reserved[request] = num_tokens
+    rows_to_copy = self._copy_on_write(request, self.tables[request])
+    self.tables[request] += new
+    if num_tokens > self.reserved.get(request, -1):
+        self.reserved[request] = num_tokens
     request.room = sum(self.unit_size for _ in self.units(request))
     return rows_to_copy
 

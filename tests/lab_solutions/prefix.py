@@ -118,7 +118,7 @@ def _find_by_takewhile(self, request):
 
 def _publish(self, request, computed=None, parent=lambda chain, first: _last(chain), lost=None):
     """A right one; with other arguments it is wrong in one way."""
-    chain, table = self._chains.setdefault(request, []), self._tables[request]
+    chain, table = self._chains.setdefault(request, []), self.tables[request]
     first, computed = len(chain), request.num_computed if computed is None else computed
     for index, tokens in enumerate(self._pieces(request, first, computed // self.unit_size), start=first):
         before = parent(chain, first)
@@ -165,7 +165,7 @@ def _try_again_later(self, request):
     while (len(chain) + 1) * self.unit_size <= request.num_computed:
         [tokens] = self._pieces(request, len(chain), len(chain) + 1)
         parent = chain[-1] if chain else None
-        made = self.pool.remember(self._tables[request][len(chain)], parent, tokens, request.request.cache_salt)
+        made = self.pool.remember(self.tables[request][len(chain)], parent, tokens, request.request.cache_salt)
         if made is None:
             break
         chain.append(made)
@@ -225,11 +225,11 @@ def _take_by_hand(self):
 
 def _release(self, request, blocks=reversed, table=True, reserved=True, room=0):
     """A right one; with other arguments it is wrong in one way."""
-    self.pool.drop(blocks(self._tables.get(request, [])))
+    self.pool.drop(blocks(self.tables.get(request, [])))
     if table:
-        self._tables.pop(request, None)
+        self.tables.pop(request, None)
     if reserved:
-        self._reserved.pop(request, None)
+        self.reserved.pop(request, None)
     request.room = room
 
 
@@ -250,16 +250,16 @@ def _still_reserved(self, request):
 
 
 def _shared_or_not(self, request):
-    for block in self._tables.get(request, []):
+    for block in self.tables.get(request, []):
         self.pool.references[block] = 1
     _release(self, request)
 
 
 def _block_by_block(self, request):
-    table = self._tables.get(request)
+    table = self.tables.get(request)
     while table:
         self.pool.drop((table.pop(),))
-    for book in (self._tables, self._reserved):
+    for book in (self.tables, self.reserved):
         if request in book:
             del book[request]
     request.room = 0

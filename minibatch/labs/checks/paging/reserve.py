@@ -29,7 +29,7 @@ BY_HAND = (  # (request 0, 1 or 2; tokens to reserve, 0 for a release)
     ([(0, 11), (0, 9)], "Less than before changes nothing: a keeps its blocks."),
     ([(0, 9), (0, 0), (0, 4)], "Who has released everything begins with an empty table."),
 )
-NOTED = "self._reserved notes what the blocks were taken for: the largest number of tokens since a holds anything."
+NOTED = "self.reserved notes what the blocks were taken for: the largest number of tokens since a holds anything."
 
 
 def check(part: type[PagedKVCache]) -> None:
@@ -79,9 +79,9 @@ def _growing(part: type[PagedKVCache], size: int, moves: Sequence[tuple[int, int
         same(kv.num_free, 8 - different, idea=why, what="free blocks")
         why = "room: a request may write all rows of its blocks, also those after the last reserved token."
         same(state.room, blocks * size, idea=why, what=f"room of {name}")
-        noted, want = kv._reserved.get(state, "no entry"), most[who] if tokens else "no entry"
-        says = f"the last call: {told[-1]}; self._reserved[{name}]: expected {want}, happened {noted}"
-        noted_so, what = partial(_drawn, kv, states, says, before), f"self._reserved[{name}]"
+        noted, want = kv.reserved.get(state, "no entry"), most[who] if tokens else "no entry"
+        says = f"the last call: {told[-1]}; self.reserved[{name}]: expected {want}, happened {noted}"
+        noted_so, what = partial(_drawn, kv, states, says, before), f"self.reserved[{name}]"
         same(noted, want, idea=NOTED.replace("since a", f"since {name}"), what=what, picture=noted_so)
         same(copy, None, idea="There is nothing to copy: None is returned.", what="returned")
 
@@ -130,17 +130,17 @@ def _copies(part: type[PagedKVCache], tokens: int, blocks: int) -> None:
     if kv.pool.num_shares < 2:  # somebody has given a reference back
         idea = (
             "self._copy_on_write was asked, but given another list: it replaces a block in the list that it is passed, "
-            "so that has to be the very list in self._tables, and no copy of it."
+            "so that has to be the very list in self.tables, and no copy of it."
         )
     whose = "shared with b" if kv.units(a)[1:2] == kv.units(b)[1:2] else "its own"
     same(whose, "its own", idea=idea, what="the block that a writes")
     want = {"from": kv.rows(b, 4, 6).tolist(), "to": kv.rows(a, 4, 6).tolist()}
     idea = "The engine copies what reserve returns: without it the first rows of a's new block are empty."
     same(as_lists(copy) or "nothing", want, idea=idea, what="rows to copy")
-    after = {"blocks": len(kv.units(a)), "room": a.room, "_reserved": kv._reserved.get(a, "no entry")}
+    after = {"blocks": len(kv.units(a)), "room": a.room, "reserved": kv.reserved.get(a, "no entry")}
     idea = "A copy replaces a block of the table: afterwards the table is as long as it was, and all of it is a's."
     if blocks > 2 or after["blocks"] == blocks:
         idea = (
-            "A call that copies does all the rest too: it takes blocks that are missing, and notes room and _reserved."
+            "A call that copies does all the rest too: it takes blocks that are missing, and notes room and reserved."
         )
-    same(after, {"blocks": blocks, "room": 4 * blocks, "_reserved": tokens}, idea=idea, what="a")
+    same(after, {"blocks": blocks, "room": 4 * blocks, "reserved": tokens}, idea=idea, what="a")

@@ -51,7 +51,7 @@ def check(part: type[KVCache]) -> None:
 def _holding(table: list[int], size: int) -> tuple[PagedKVCache, RequestState]:
     """A cache, and a request that holds the blocks of this table and has tokens for all their rows."""
     kv, one = PagedKVCache(max(table) + 1, size), state("a", len(table) * size)
-    kv._tables[one], kv._reserved[one], one.room = list(table), one.num_tokens, one.num_tokens
+    kv.tables[one], kv.reserved[one], one.room = list(table), one.num_tokens, one.num_tokens
     taken = [kv.pool.take() for _ in range(kv.num_units)]
     kv.pool.drop([block for block in taken if block not in table])
     return kv, one

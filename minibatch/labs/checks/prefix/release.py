@@ -22,7 +22,7 @@ from minibatch.prefix_cache import PrefixCachedKVCache
 TAIL = "Of one request the tail goes before the head: without the head, what remains can never be found."
 RESERVED = "With the table goes the number of tokens that it was reserved for."
 
-BOOKS = ("_tables", "_reserved")
+BOOKS = ("tables", "reserved")
 FORGOTTEN = "Who holds nothing has no entry, not even an empty one: else a server never forgets who was there."
 
 
