@@ -57,7 +57,7 @@ def test_generated_file_compiles_and_gives_nothing_away(lab):
         node = sources._target(exercise)
         assert exercise.not_done in text
         assert exercise.task.split()[0] in text
-        body = [line.strip() for line in sources._source(exercise.module).splitlines()]
+        body = [line.strip() for line in sources._lines(exercise.module)]
         functions = [node] if isinstance(node, sources.Function) else [f for f in node.body if hasattr(f, "args")]
         for function in functions:
             answer = sources._without_docstring(function).body
@@ -86,7 +86,7 @@ def test_no_lab_gives_away_the_answer_of_another(tmp_path):
     """Fault: "the rest of the class" in a README, with the body of what another lab asks for."""
     bodies = {}
     for exercise in EXERCISES.values():
-        node, source = sources._target(exercise), sources._source(exercise.module).splitlines()
+        node, source = sources._target(exercise), sources._lines(exercise.module)
         functions = [node] if isinstance(node, sources.Function) else [f for f in node.body if hasattr(f, "args")]
         for function in functions:
             answer = sources._without_docstring(function).body

@@ -46,7 +46,7 @@ def lines(exercise: Exercise) -> int:
     """How long the reference's answer is: lines with code in the bodies."""
     node = _target(exercise)
     functions = [node] if isinstance(node, Function) else [n for n in node.body if isinstance(n, Function)]
-    source = _source(exercise.module).splitlines()
+    source = _lines(exercise.module)
     bodies = [source[f.body[0].lineno - 1 : f.end_lineno] for f in map(_without_docstring, functions) if f.body]
     return sum(bool(line.strip()) and not line.strip().startswith("#") for body in bodies for line in body)
 
@@ -61,9 +61,8 @@ def length(exercise: Exercise) -> str:
 def signature(exercise: Exercise) -> str:
     """The target's definition and docstring, dedented; of a class, with those of its public methods."""
     node = _target(exercise)
-    source = _source(exercise.module).splitlines()
     if isinstance(node, Function):
-        return textwrap.dedent("\n".join(source[_first(node) - 1 : _head_end(node, source)]))
+        return textwrap.dedent(_head(node, exercise.module))
     return _class(node, exercise.module, lambda _: exercise, lambda f: not _private(f.name))
 
 
@@ -74,7 +73,7 @@ def surroundings(exercise: Exercise) -> str:
     from minibatch.labs.manifest import EXERCISES
 
     siblings = {e.method: e for e in EXERCISES.values() if (e.module, e.top) == (exercise.module, exercise.top)}
-    node = next(n for n in _tree(exercise.module).body if getattr(n, "name", None) == exercise.top)
+    node = _defined(exercise.module)[exercise.top]
     return _class(node, exercise.module, lambda f: siblings.get(f.name), keep=lambda f: True)
 
 
@@ -82,19 +81,15 @@ def usable(lab: Lab) -> list[str]:
     """What a student's file imports from the package, in outline: so that nobody has to open a file in which the answer
     to another exercise may stand."""
     tops = {(exercise.module, exercise.top) for exercise in lab.exercises}
-    outlines = []
-    for statement in ast.parse(_imports(lab, solved=False)).body:
-        for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
-            tree = _tree(statement.module) if statement.module.startswith("minibatch.") else ast.Module([])
-            node = next((n for n in tree.body if getattr(n, "name", None) == alias.name), None)
-            if node is not None and (statement.module, alias.name) not in tops:
-                outlines.append(f"# {statement.module}\n{_outline(node, _source(statement.module).splitlines())}")
-    return outlines
+    _, origins = _imported(lab, solved=False)
+    ours = [(m, name) for m in sorted(origins) if m.startswith("minibatch.") for name in sorted(origins[m])]
+    found = [(m, _defined(m).get(name)) for m, name in ours if (m, name) not in tops]
+    return [f"# {m}\n{_outline(node, m)}" for m, node in found if isinstance(node, (ast.ClassDef, Function))]
 
 
-def _outline(node: ast.ClassDef | Function, source: list[str]) -> str:
+def _outline(node: ast.ClassDef | Function, module: str) -> str:
     """Definition and docstring; of a class its fields too, and what its public methods take and give."""
-    pieces = ["\n".join(source[_first(node) - 1 : _head_end(node, source)])]
+    pieces = [_head(node, module)]
     for child in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(child, (ast.AnnAssign, ast.Assign)):
             pieces.append(f"    {ast.unparse(child)}")
@@ -120,7 +115,7 @@ def _part(top: str, exercises: list[Exercise], solved: bool) -> str:
             return _function(node, first.module, None if solved else first)
         text = _class(node, first.module, lambda f: None if solved else first, lambda f: solved or not _private(f.name))
         return text if solved else f"{_task(first, '')}\n{text}"
-    owner = next(n for n in _tree(first.module).body if getattr(n, "name", None) == top)
+    owner = _defined(first.module)[top]
     head = f"class {top}({first.module.rpartition('.')[2]}.{top}):"
     if docstring := ast.get_docstring(owner):
         head += "\n" + textwrap.indent(f'"""{docstring}\n"""' if "\n" in docstring else f'"""{docstring}"""', "    ")
@@ -136,8 +131,7 @@ def _class(
     keep: Callable[[Function], bool],
 ) -> str:
     """A class with the bodies of some methods taken out, and those methods left out that are not to be kept."""
-    source = _source(module).splitlines()
-    pieces = ["\n".join(source[_first(node) - 1 : _head_end(node, source)])]
+    source, pieces = _lines(module), [_head(node, module)]
     for child in node.body[1 if ast.get_docstring(node) is not None else 0 :]:
         if not isinstance(child, Function):
             pieces.append("\n".join(source[child.lineno - 1 : child.end_lineno]))
@@ -152,9 +146,8 @@ def _class(
 
 def _function(node: Function, module: str, exercise: Exercise | None, whole_class: bool = False) -> str:
     """Its source; for an exercise, with an error in place of its body."""
-    source = _source(module).splitlines()
     if exercise is None:
-        return "\n".join(source[_first(node) - 1 : node.end_lineno])
+        return "\n".join(_lines(module)[_first(node) - 1 : node.end_lineno])
     indent = " " * (node.col_offset + 4)
     body = [] if whole_class else [_task(exercise, indent)]
     what = f"{exercise.top}.{node.name}" if exercise.method or whole_class else node.name
@@ -162,7 +155,7 @@ def _function(node: Function, module: str, exercise: Exercise | None, whole_clas
     line = f'{indent}raise NotImplementedError("{message}")'
     if len(line) > WIDTH:
         line = f'{indent}raise NotImplementedError(\n{indent}    "{message}"\n{indent})'
-    return "\n".join([*source[_first(node) - 1 : _head_end(node, source)], *body, line])
+    return "\n".join([_head(node, module), *body, line])
 
 
 def _task(exercise: Exercise, indent: str) -> str:
@@ -172,7 +165,19 @@ def _task(exercise: Exercise, indent: str) -> str:
 
 
 def _imports(lab: Lab, solved: bool) -> str:
-    """What the targets use of what their modules import, and of what else these modules define.
+    """The import statements of a student's file."""
+    plain, origins = _imported(lab, solved)
+    froms = [_from(module, names) for module, names in sorted(origins.items())]
+    standard = [line for line in froms if not line.startswith("from minibatch")]
+    ours = [line for line in froms if line.startswith("from minibatch")]
+    libraries = sorted(line for line in plain if line.split()[1] in ("numpy", "pandas", "torch"))
+    others = [*sorted(plain.difference(libraries)), *standard]
+    return "\n\n".join("\n".join(group) for group in (others, libraries, ours) if group) or "# nothing to import"
+
+
+def _imported(lab: Lab, solved: bool) -> tuple[set[str], dict[str, set[str]]]:
+    """What the targets use of what their modules import, and of what else these modules define: whole modules, as
+    statements; and by module, names.
 
     What only the answer uses gives it away if it is a helper of its own or from the standard library: then it is left
     out, unless the task speaks of it.
@@ -197,19 +202,14 @@ def _imports(lab: Lab, solved: bool) -> str:
                     plain.add(f"import {said}")
                 else:
                     origins.setdefault(module, set()).add(said)
-        for name in (_names(node) & _defined(tree)) - own:
+        for name in _names(node).intersection(_defined(exercise.module)) - own:
             if name in stays or not _private(name):
                 origins.setdefault(exercise.module, set()).add(name)
         if exercise.method is not None:
             package, _, module = exercise.module.rpartition(".")
             origins.setdefault(package, set()).add(module)
     origins.pop("__future__", None)
-    froms = [_from(module, names) for module, names in sorted(origins.items())]
-    standard = [line for line in froms if not line.startswith("from minibatch")]
-    ours = [line for line in froms if line.startswith("from minibatch")]
-    libraries = sorted(line for line in plain if line.split()[1] in ("numpy", "pandas", "torch"))
-    others = [*sorted(plain.difference(libraries)), *standard]
-    return "\n\n".join("\n".join(group) for group in (others, libraries, ours) if group) or "# nothing to import"
+    return plain, origins
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -243,16 +243,19 @@ def _import_statements(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom
             yield node
 
 
-def _defined(tree: ast.Module) -> set[str]:
-    names = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, *Function.__args__))}
-    for node in tree.body:
+def _defined(module: str) -> dict[str, ast.stmt]:
+    """What a module defines at its top level, by name."""
+    found: dict[str, ast.stmt] = {}
+    for node in _tree(module).body:
+        if isinstance(node, (ast.ClassDef, *Function.__args__)):
+            found[node.name] = node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
+        found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 def _target(exercise: Exercise) -> ast.ClassDef | Function:
-    node = next(n for n in _tree(exercise.module).body if getattr(n, "name", None) == exercise.top)
+    node = _defined(exercise.module)[exercise.top]
     if exercise.method is not None:
         node = next(n for n in node.body if isinstance(n, Function) and n.name == exercise.method)
     return node
@@ -267,11 +270,13 @@ def _first(node: ast.ClassDef | Function) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _head_end(node: ast.ClassDef | Function, source: list[str]) -> int:
-    """The last line of the definition and its docstring."""
-    if ast.get_docstring(node) is not None:
-        return node.body[0].end_lineno
-    return next(n for n in range(node.lineno, node.end_lineno + 1) if source[n - 1].partition("  #")[0].endswith(":"))
+def _head(node: ast.ClassDef | Function, module: str) -> str:
+    """Decorators, definition and docstring."""
+    source, last = _lines(module), node.body[0].end_lineno
+    if ast.get_docstring(node) is None:
+        ends = (n for n in range(node.lineno, node.end_lineno + 1) if source[n - 1].partition("  #")[0].endswith(":"))
+        last = next(ends)
+    return "\n".join(source[_first(node) - 1 : last])
 
 
 def _private(name: str) -> bool:
@@ -279,10 +284,10 @@ def _private(name: str) -> bool:
 
 
 @lru_cache
-def _source(module: str) -> str:
-    return inspect.getsource(importlib.import_module(module))
+def _lines(module: str) -> list[str]:
+    return inspect.getsource(importlib.import_module(module)).splitlines()
 
 
 @lru_cache
 def _tree(module: str) -> ast.Module:
-    return ast.parse(_source(module))
+    return ast.parse("\n".join(_lines(module)))
