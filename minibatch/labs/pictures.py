@@ -7,28 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minibatch import plot_style, plots
-from minibatch.labs.counterexample import Picture, in_words, plain, same
+from minibatch.labs.counterexample import Picture, in_words, plain
+from minibatch.labs.strips import RIGHT, WRONG, compared, strips
 from minibatch.trace import Trace
 
-EXPECTED, HAPPENED = plot_style.MEMORY["filled"].color, plot_style.MEMORY["fragmentation"].color
+EXPECTED, HAPPENED = RIGHT, WRONG
 MOST_CELLS = 40
 
 
 def draw(picture: Picture, title: str) -> Figure:
     """The figure of a counter-example: of a trace, who was in the batch and what memory did."""
-    if isinstance(picture, Trace):
-        picture = from_one(picture)
     if not isinstance(picture, Trace):
         figure = picture()
     elif picture.num_steps:
-        axes = plot_style.new_axes(3.0 + 0.22 * len(picture.timelines) + 2.6, rows=2)
-        plots.membership(picture, axes[0])
-        plots.kv_memory(picture, axes[1])
+        trace, axes = from_one(picture), plot_style.new_axes(3.0 + 0.22 * len(picture.timelines) + 2.6, rows=2)
+        plots.membership(trace, axes[0])
+        plots.kv_memory(trace, axes[1])
         figure = axes[0].figure
     else:
         figure = text("nothing ran")
@@ -49,68 +47,15 @@ def text(said: str) -> Figure:
 
 def difference(want: Any, got: Any, what: str = "") -> Figure:
     """Two values below each other; of sequences, the places where they differ are marked."""
-    want, got = plain(want), plain(got)
-    if _is_grid(want) and _is_grid(got):
-        return grids(np.array(want), np.array(got), what)
-    rows = [_cells(want), _cells(got)]
-    columns = max(1, *map(len, rows))
-    figure = plot_style.new_figure(2.0)
-    ax = figure.add_subplot()
-    for y, (row, name) in enumerate(zip(rows, ("expected", "happened"), strict=True)):
-        ax.text(-0.1, 1 - y, name, ha="right", va="center")
-        for x, cell in enumerate(row):
-            other = rows[1 - y][x] if x < len(rows[1 - y]) else None
-            right = other is not None and same(cell, other)
-            face = "white" if right else (EXPECTED, HAPPENED)[y]
-            ax.add_patch(_box(x, 1 - y, face))
-            size = 9 if columns <= 16 else 6
-            ax.text(x + 0.5, 1 - y, in_words(cell, 24), ha="center", va="center", fontsize=size)
-        if not row:
-            ax.text(0.1, 1 - y, "nothing", va="center", style="italic")
-    ax.set_xlim(-0.02, max(columns, 8))
-    ax.set_ylim(-0.6, 1.6)
-    ax.axis("off")
-    ax.set_title(what, loc="left", fontsize=10)
-    return figure
+    return strips(compared(_cells(want), _cells(got)), what)
 
 
-def _box(x: float, y: float, color: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x + 0.02, y - 0.4), 0.96, 0.8, facecolor=color, edgecolor="#777777", alpha=0.45)
-
-
-def _cells(value: Any) -> list[Any]:
+def _cells(value: Any) -> list[str]:
+    value = plain(value)
     if isinstance(value, Mapping):
-        value = [f"{key}: {in_words(each, 20)}" for key, each in value.items()]
-    cells = list(value) if isinstance(value, (list, tuple)) else [value]
+        return [f"{key}: {in_words(each, 20)}" for key, each in value.items()]
+    cells = [in_words(cell, 24) for cell in value] if isinstance(value, (list, tuple)) else [in_words(value, 24)]
     return cells if len(cells) <= MOST_CELLS else [*cells[: MOST_CELLS - 1], "..."]
-
-
-def _is_grid(value: Any) -> bool:
-    """Rows of equal length of truth values or numbers."""
-    if not (
-        isinstance(value, (list, tuple)) and value and all(isinstance(row, (list, tuple)) and row for row in value)
-    ):
-        return False
-    same_length = len({len(row) for row in value}) == 1
-    return same_length and all(isinstance(cell, (bool, int, float)) for row in value for cell in row)
-
-
-def grids(want: np.ndarray, got: np.ndarray, what: str = "") -> Figure:
-    """Two matrices side by side, and crosses on the cells that differ."""
-    figure = plot_style.new_figure(3.2)
-    axes = figure.subplots(1, 2)
-    for ax, matrix, name in zip(axes, (want, got), ("expected", "happened"), strict=True):
-        ax.imshow(matrix.astype(float), cmap="Greens", vmin=0, vmax=max(1.0, float(np.max(want))), aspect="equal")
-        ax.set_title(name, fontsize=10)
-        ax.set_xticks(range(matrix.shape[1]))
-        ax.set_yticks(range(matrix.shape[0]))
-        ax.set_xlabel(what)
-    if want.shape == got.shape:
-        for y, x in np.argwhere(want != got):
-            axes[1].plot(x, y, "x", color=HAPPENED, markersize=9, markeredgewidth=2)
-    return figure
 
 
 def events(requests: Mapping[str, tuple[float, Sequence[float]]], says: str = "") -> Figure:

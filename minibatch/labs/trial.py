@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -144,10 +145,8 @@ def run(
             fail("It does not come to an end.", f"all done in fewer than {most} iterations", "still running")
     except (CounterExample, NotImplementedError):
         raise
-    except PlanError as error:
-        fail("The plan cannot be carried out; the engine refuses it.", "a plan that keeps the rules", str(error))
-    except EngineStalled as error:
-        fail("There is work, and nothing is planned: everybody waits for ever.", "progress", str(error))
+    except (PlanError, EngineStalled) as error:
+        fail(*refused(error))
     except RequestRefused as error:
         fail("A request is refused that could run.", "all requests accepted", f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -157,11 +156,17 @@ def run(
     return trial
 
 
+def refused(error: PlanError | EngineStalled) -> Broken:
+    """What it means that the engine stops a run."""
+    if isinstance(error, PlanError):
+        return "The plan cannot be carried out; the engine refuses it.", "a plan that keeps the rules", str(error)
+    return "There is work, and nothing is planned: everybody waits for ever.", "progress", str(error)
+
+
 def told(error: BaseException) -> str:
     """An exception with the place in the student's code where it comes from, if it was there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_STUDENTS)]
-    where = f" (in {own[-1].name}, line {own[-1].lineno})" if own else ""
+    own = [(frame.f_code.co_name, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_own(frame)]
+    where = " (in {}, line {})".format(*own[-1]) if own else ""
     said = f"{type(error).__name__}: {error}{where}"
     return f"{said}: {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else said
 
@@ -173,7 +178,7 @@ def asked(error: BaseException) -> str:
     ours = [f for f in frames if f.f_code.co_filename.startswith(CHECKS) and isinstance(f.f_locals.get("case"), str)]
     if ours:
         return ours[-1].f_locals["case"]
-    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(NOT_THE_STUDENTS)]
+    own = [frame for frame in frames if _is_own(frame)]
     if not own:
         return ""
     code = own[0].f_code
@@ -181,6 +186,10 @@ def asked(error: BaseException) -> str:
     given = {name: in_words(own[0].f_locals[name], 120) for name in names if name in own[0].f_locals}
     told = [f"{name} = {value}" for name, value in given.items() if " at 0x" not in value]  # that would say nothing
     return f"{code.co_name} with {', '.join(told)}" if told else ""
+
+
+def _is_own(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(NOT_THE_STUDENTS)
 
 
 def describe(named: dict[str, Request], scheduler: Scheduler, kv: KVCache, order: Order | None) -> str:

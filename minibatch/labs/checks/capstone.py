@@ -14,7 +14,7 @@ from minibatch import plot_style
 from minibatch.labs import scorecard, scorecard_plot
 from minibatch.labs.counterexample import CounterExample, in_words
 from minibatch.labs.properties import Seed
-from minibatch.labs.trial import told
+from minibatch.labs.trial import refused, told
 from minibatch.metrics import COMPLETED
 from minibatch.plan import PlanError, Scheduler
 from minibatch.policies import Order
@@ -110,10 +110,8 @@ def _broken(run: Callable[[], None]) -> tuple[str, str, str] | None:
         run()
     except NotImplementedError:
         raise
-    except PlanError as error:
-        return "The plan cannot be carried out; the engine refuses it.", "a plan that keeps the rules", str(error)
-    except EngineStalled as error:
-        return "There is work, and nothing is planned: everybody waits for ever.", "progress", str(error)
+    except (PlanError, EngineStalled) as error:
+        return refused(error)
     except scorecard.Endless as error:
         idea = "It does not come to an end: work is done again and again, or a little at a time."
         return idea, "about 1,500 iterations", str(error)
