@@ -41,6 +41,7 @@ from minibatch.request import (
     SamplingParams,
     Status,
 )
+from minibatch.sampling import Outcome
 from minibatch.streaming import Stream
 from minibatch.trace import StepCounts, StepReport, Trace, versions
 
@@ -259,9 +260,7 @@ class Engine:
             now = self.clock.now()
             self._deliver(now)
             if self.queue or self.active:
-                plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
-                if self.check_plans:
-                    check_plan(plan, self.scheduler, self.kv, self.life.live, self.active)
+                plan = self._plan(now)
                 if plan.chunks:
                     return self._execute(plan, now)
                 self._wait(plan, now)
@@ -272,14 +271,22 @@ class Engine:
             else:
                 return None
 
-    def _abort(self, state: RequestState) -> None:
-        if state.status is Status.SUBMITTED:
-            self.arrivals.remove(state)
-        self.life.abort(state, max(self.clock.now(), state.arrival_time))  # it may not even have arrived
-        self._let_go()
+    def _plan(self, now: float) -> Plan:
+        plan = self.scheduler.plan(self.queue, self.active, self.kv, now)
+        if self.check_plans:
+            check_plan(plan, self.scheduler, self.kv, self.life.live, self.active)
+        return plan
 
     def _execute(self, plan: Plan, start: float) -> Record:
-        life, index = self.life, self.trace.num_steps
+        self._reserve(plan, start)
+        computed = self.model.forward(plan, self.kv, self.store)
+        outcomes = self._sample(plan, computed)
+        self.clock.advance(plan)
+        return self._commit(plan, outcomes, start)
+
+    def _reserve(self, plan: Plan, start: float) -> None:
+        """Who gives way, who joins, and the rows that everybody writes to."""
+        life = self.life
         for preemption in plan.preemptions:
             life.preempt(preemption, start)
         for admission in plan.admissions:  # all of them take what is cached before anybody takes a block and evicts it
@@ -290,10 +297,14 @@ class Engine:
         for request, _, stop in plan.chunks:  # those who were active before grow
             if stop > request.room:
                 life.reserve(request, stop)
-        computed = self.model.forward(plan, self.kv, self.store)
-        outcomes = computed if self.model.simulated else next_tokens(plan, computed)
-        self.clock.advance(plan)
-        end = self.clock.now()
+
+    def _sample(self, plan: Plan, computed: Any) -> dict[RequestState, Outcome]:
+        """Of a simulated model the tokens are there already."""
+        return computed if self.model.simulated else next_tokens(plan, computed)
+
+    def _commit(self, plan: Plan, outcomes: dict[RequestState, Outcome], start: float) -> Record:
+        """What the iteration has changed, and its record."""
+        life, index, end = self.life, self.trace.num_steps, self.clock.now()
         kinds = kinds_of(plan.chunks)  # before the commit, which forgets what was computed before
         life.commit(plan.chunks, index, start)
         if life.groups:
@@ -318,6 +329,12 @@ class Engine:
         record = iteration.report() if self.record_steps else iteration.counts()
         self.trace.add(record)
         return record
+
+    def _abort(self, state: RequestState) -> None:
+        if state.status is Status.SUBMITTED:
+            self.arrivals.remove(state)
+        self.life.abort(state, max(self.clock.now(), state.arrival_time))  # it may not even have arrived
+        self._let_go()
 
     def _let_go(self) -> None:
         """An iteration boundary: those whom the scheduler lets leave give up place and memory."""
