@@ -12,7 +12,7 @@ long as the longest request may be, at once, whether it will use them or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -235,18 +235,22 @@ class KVDraft:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
         self.free = kv.num_free
-        self._held: dict[RequestState, int] = {}  # only where the draft differs from the cache
+        self._held = _Held(kv)
 
     def copy(self) -> KVDraft:
         """One to try something on."""
         twin = type(self)(self.kv)
-        twin.free, twin._held = self.free, dict(self._held)
+        twin.free = self.free
+        twin._held.update(self._held)
         return twin
 
-    def held(self, request: RequestState) -> int:
-        """Units that the request would hold."""
-        units = self._held.get(request)
-        return self.kv.num_held(request) if units is None else units
+    @property
+    def held(self) -> Callable[[RequestState], int]:
+        """``held(request)``: units that the request would hold.
+
+        The look-up itself, because a victim rule may ask for hundreds of requests, again for every victim.
+        """
+        return self._held.__getitem__
 
     def cached_tokens(self, request: RequestState) -> int:
         """Leading tokens of a waiting request that need not be computed, because a prefix cache has their K/V."""
@@ -277,6 +281,17 @@ class KVDraft:
         return f"needs {self.need(request, num_tokens)} {self.kv.unit_name}s, {self.kv.num_free} free" + (
             f", {promised} promised" if promised > 0 else f", {-promised} given back" if promised else ""
         )
+
+
+class _Held(dict[RequestState, int]):
+    """Units by request, as in the cache where the draft has changed nothing."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
+
+    def __missing__(self, request: RequestState) -> int:
+        units = self[request] = self.kv.num_held(request)
+        return units
 
 
 class ContiguousKVCache(KVCache):

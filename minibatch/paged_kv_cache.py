@@ -12,7 +12,7 @@ blocks, and whoever has to write into a shared block first takes a copy of it (*
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -204,16 +204,13 @@ class PagedDraft(KVDraft):
 
     def __init__(self, kv: PagedKVCache) -> None:
         super().__init__(kv)
-        self._references: dict[int, int] = {}  # differences from the pool's
-        self._taken: dict[RequestState, int] = {}  # blocks promised out of the free ones
+        self._references: dict[int, int] = {}  # of blocks for which they are not the pool's
         self._found: dict[RequestState, tuple[int, ...]] = {}  # prefixes of requests that hold nothing
-        self._adopted: dict[RequestState, tuple[int, ...]] = {}
-        self._copied: dict[RequestState, int] = {}  # index of the block that would be copied
-        self._gone: set[RequestState] = set()  # have given back what they hold in the cache
+        self._tables: dict[RequestState, Sequence[int]] = {}  # where not as in the cache; without what is promised
 
     def copy(self) -> PagedDraft:
         twin = super().copy()
-        for name in ("_references", "_taken", "_found", "_adopted", "_copied", "_gone"):
+        for name in ("_references", "_found", "_tables"):
             setattr(twin, name, getattr(self, name).copy())
         return twin
 
@@ -222,12 +219,12 @@ class PagedDraft(KVDraft):
 
     def need(self, request: RequestState, num_tokens: int) -> int:
         prefix = self._prefix(request)
-        new = max(self.kv.need(request, num_tokens) - self.held(request) - len(prefix), 0)
-        idle = sum(self._referenced(block) == 0 for block in prefix)  # found, and nobody's: no longer free
+        new = max(self.kv.need(request, num_tokens) - self._held[request] - len(prefix), 0)
+        idle = sum([self._referenced(block) == 0 for block in prefix])  # found, and nobody's: no longer free
         return new + idle + (self._shared(request) is not None)
 
     def reserve(self, request: RequestState, num_tokens: int) -> bool:
-        held, blocks = self.held(request), self.kv.need(request, num_tokens)
+        held, blocks = self._held[request], self.kv.need(request, num_tokens)
         index = self._shared(request) if self.kv.pool.num_shares else None
         # One that holds blocks, none of them shared, needs only the missing ones; usually one, or none.
         need = max(blocks - held, 0) if held and index is None else self.need(request, num_tokens)
@@ -235,33 +232,25 @@ class PagedDraft(KVDraft):
             return False
         self.free -= need
         if index is not None:
-            self._copied[request] = index
-            self._refer(self.kv.units(request)[index], -1)
+            table = self._tables[request] = list(self.kv.tables[request])
+            self._refer(table.pop(index), -1)  # it takes a copy
         if not held:
-            self._adopted[request] = self._prefix(request)
-            for block in self._adopted[request]:
-                need -= self._referenced(block) == 0
+            self._tables[request] = self._prefix(request)
+            for block in self._tables[request]:
                 self._refer(block, +1)
-        self._taken[request] = self._taken.get(request, 0) + need
         self._held[request] = max(blocks, held)
         return True
 
     def release(self, request: RequestState) -> None:
-        self.free += self._taken.pop(request, 0)
-        blocks = list(self._adopted.pop(request, ()))
-        copied = self._copied.pop(request, None)
-        if request not in self._gone:
-            table = self.kv.units(request)
-            blocks += [block for index, block in enumerate(table) if index != copied]
-            self._gone.add(request)
-        for block in blocks:
-            self._refer(block, -1)
-            self.free += self._referenced(block) == 0
-        self._held[request] = 0
+        table = self._tables.get(request, self.kv.tables.get(request, ()))
+        self.free += self._held[request] - len(table)  # what it was promised
+        for block in table:
+            self.free += self._refer(block, -1) == 0
+        self._tables[request], self._held[request] = (), 0
 
     def _prefix(self, request: RequestState) -> tuple[int, ...]:
         """What a prefix cache has of a request that holds nothing and brings nothing from the host."""
-        if request.num_computed or self.held(request):
+        if request.num_computed or self._held[request]:
             return ()
         if request not in self._found:
             self._found[request] = self.kv.match(request)
@@ -269,13 +258,15 @@ class PagedDraft(KVDraft):
 
     def _shared(self, request: RequestState) -> int | None:
         """Index of the block that the request would write and does not own alone."""
-        if not self.kv.pool.num_shares or request in self._gone or request in self._copied:
+        if not self.kv.pool.num_shares or request in self._tables:
             return None
         index = self.kv.shared_block(request)
         return index if index is not None and self._referenced(self.kv.units(request)[index]) > 1 else None
 
     def _referenced(self, block: int) -> int:
-        return self.kv.pool.references[block] + self._references.get(block, 0)
+        return self._references.get(block, self.kv.pool.references[block])
 
-    def _refer(self, block: int, change: int) -> None:
-        self._references[block] = self._references.get(block, 0) + change
+    def _refer(self, block: int, change: int) -> int:
+        """How many tables point to the block, now that ``change`` more do."""
+        references = self._references[block] = self._referenced(block) + change
+        return references

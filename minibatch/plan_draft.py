@@ -136,7 +136,9 @@ class PlanDraft:
         """The running requests but for the senior, unless it is alone; the order of their admission is kept."""
         if self.senior not in self.running:
             self.senior = min(self.running, key=self.preemption.seniority)
-        return [request for request in self.running if request is not self.senior] or self.running
+        others = self.running.copy()
+        others.remove(self.senior)
+        return others or self.running
 
     def _choose(self, candidates: Sequence[RequestState], memory: KVDraft) -> RequestState | None:
         victim = self.preemption.choose(candidates, memory)

@@ -178,8 +178,9 @@ class PrefixCachedKVCache(PagedKVCache):
         chain: list[CachedBlock] = []
         if request.params.prompt_logprobs is not None:
             return chain
+        found, salt = None, request.request.cache_salt
         for tokens in self._pieces(request, 0, (request.num_tokens - 1) // self.unit_size):
-            found = self.pool.find(chain[-1] if chain else None, tokens, request.request.cache_salt)
+            found = self.pool.find(found, tokens, salt)
             if found is None:
                 break
             chain.append(found)
@@ -187,5 +188,7 @@ class PrefixCachedKVCache(PagedKVCache):
 
     def _pieces(self, request: RequestState, first: int, last: int) -> Iterator[Tokens]:
         """The tokens of its full blocks ``first`` to ``last - 1``."""
-        size = self.unit_size
-        return (tuple(request.tokens(index * size, (index + 1) * size)) for index in range(first, last))
+        size, prompt, num_prompt = self.unit_size, request.prompt, request.num_prompt
+        for start in range(first * size, last * size, size):
+            stop = start + size  # nearly always within the prompt, and that is quicker
+            yield tuple(prompt[start:stop] if stop <= num_prompt else request.tokens(start, stop))

@@ -115,6 +115,20 @@ def test_as_few_are_displaced_as_it_takes_and_shared_blocks_count_when_their_las
     assert set(names(step.preempted)) == {"g#0", "g#1"}  # 4 of their blocks are shared: one alone gives back one
 
 
+def test_a_plan_looks_up_once_what_a_request_holds_however_many_are_displaced(monkeypatch):
+    """Fault: a victim rule that compares all candidates sends every one of them to the cache again for every victim."""
+    scheduler = ContinuousBatching(16, 64, preemption=Recompute(most_blocks))
+    engine = Engine(ToyModel(), scheduler, PagedKVCache(12, 4))
+    for i in range(12):
+        engine.submit(ask(f"r{i}", 4, 8))
+    engine.step()  # now all of them have a full block, and need another one at the same time
+    asked, num_held = [], engine.kv.num_held
+    monkeypatch.setattr(engine.kv, "num_held", lambda request: asked.append(request) or num_held(request))
+    plan = scheduler.plan(engine.queue, engine.active, engine.kv, engine.clock.now())
+    assert len(plan.preemptions) == 6
+    assert len(asked) == len(set(asked)) == 12
+
+
 def test_the_thrash_guard_says_what_happened():
     """Fault: "1 preempted" in an iteration in which nobody was."""
     engine = Engine(ToyModel(), ContinuousBatching(1, 64, preemption=BY_PRIORITY), PagedKVCache(8, 4))

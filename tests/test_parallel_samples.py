@@ -214,6 +214,22 @@ def test_a_draft_gives_back_the_promised_copy_of_a_victim_and_the_share_that_it_
     drive(engine)
 
 
+def test_a_copy_of_a_draft_knows_its_promises_and_what_is_tried_there_does_not_count():
+    """Fault: in the copy a promised block comes back twice, or as one that others hold; or both share their books."""
+    engine, states = forked(4)
+    a, b, c = (states[f"a#{i}"] for i in range(3))
+    draft = engine.kv.draft()
+    draft.reserve(b, 7)
+    draft.reserve(c, 7)
+    attempt = draft.copy()
+    for request, free in ((b, 1), (c, 2), (a, 4)):
+        attempt.release(request)
+        assert (attempt.free, attempt.held(request)) == (free, 0)
+    assert (draft.free, draft.held(a), draft.need(a, 7)) == (0, 2, 0)  # the last holder
+    draft.release(a)
+    assert draft.free == 1  # of its two blocks, the prompt's first is still the others'
+
+
 @both
 @pytest.mark.parametrize("num_prompt, max_tokens", [(6, 2), (6, 3), (6, 4), (8, 2), (3, 2), (3, 6)])
 @pytest.mark.parametrize("n", [2, 3])
