@@ -8,7 +8,8 @@ requests apart. Transformers lets a function of ours stand in for attention (``A
 3. attends, each query to the keys of its own request up to its own position.
 
 Read :func:`attend_each` first: one request after another, nothing clever. :func:`attend_batched` computes the same with
-few large operations, and is what runs. Tensors are ``[tokens, heads, head_dim]`` unless a shape is given.
+few large operations, and is what runs on a CPU; on a GPU one call does (``varlen.py``). Tensors are ``[tokens, heads,
+head_dim]`` unless a shape is given.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers import AttentionInterface
 
 from minibatch.kv_cache import KVCache
 from minibatch.models import UnsupportedModel
-from minibatch.models.packing import Span, alike, pack, visible
+from minibatch.models.packing import Span, alike, pack, reachable, visible
 from minibatch.plan import Plan
 
 IMPLEMENTATION = "minibatch"  # the name under which transformers knows the function at the end of this file
@@ -119,7 +120,8 @@ class Step:
     """One iteration as the model sees it: the packed sequence as tensors. Goes through transformers as a keyword, down
     to the attention layers.
 
-    All index arithmetic happens here, once, not once a layer. The padding attends to itself alone.
+    All index arithmetic happens here, once, not once a layer. The padding attends to itself alone. Nothing here waits
+    for the device: while it computes one layer, the next ones are already queued.
     """
 
     def __init__(self, plan: Plan, kv: KVCache, store: KVStore, device: torch.device, attend: Attend) -> None:
@@ -129,10 +131,15 @@ class Step:
         self.spans, self.num_tokens, self.num_logits = packed.spans, packed.num_tokens, packed.num_logits
         self.input_ids, self.position_ids = self.tensor(packed.tokens)[None], self.tensor(packed.positions)[None]
         self.slots, self.logit_index = self.tensor(packed.slots), self.tensor(packed.logits)
-        self._parts: dict[tuple, list[Part]] = {}
+        self._prepared: dict[Hashable, Any] = {}
 
-    def tensor(self, array: Any) -> Tensor:
-        return torch.as_tensor(array, dtype=torch.int64).to(self.device, non_blocking=True)
+    def tensor(self, array: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The array on the device; on a CPU that is no copy. A GPU fetches it by itself, but only from pinned memory:
+        for any other the host would have to wait."""
+        host = torch.as_tensor(array, dtype=dtype)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
         """One layer, the next one: stores the new K/V, then reads. Returns ``[T, heads, value_dim]``."""
@@ -144,17 +151,19 @@ class Step:
             out[self.num_tokens :] = value[self.num_tokens :].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         return out
 
+    def prepared(self, kind: Hashable, make: Callable[[], Any]) -> Any:
+        """What layers of one kind share, made when the first of them asks; a model has one or two kinds of layers."""
+        if kind not in self._prepared:
+            self._prepared[kind] = make()
+        return self._prepared[kind]
+
     def parts(self, window: int | None, group: int, dtype: torch.dtype) -> list[Part]:
-        """Made when a layer first asks; a model has one or two kinds of layers."""
         kind = (window, group, dtype)
-        if kind not in self._parts:
-            self._parts[kind] = [self._part(spans, *kind) for spans in alike(self.spans)]
-        return self._parts[kind]
+        return self.prepared(kind, lambda: [self._part(spans, *kind) for spans in alike(self.spans)])
 
     def _part(self, spans: list[Span], window: int | None, group: int, dtype: torch.dtype) -> Part:
         queries = spans[0].length
-        reach = None if window is None else window + queries - 1  # the first query's window begins this far back
-        keys = [span.rows[-reach:] if reach else span.rows for span in spans]
+        keys = [reachable(span, window) for span in spans]
         lengths = np.array([len(rows) for rows in keys])
         # A shorter request is padded with a row of its own: that one is finite if the request is. Rows of others may
         # hold anything, and a masked weight of 0 times NaN is NaN.
@@ -169,12 +178,12 @@ class Step:
         """``[batch, queries, keys]`` as an additive mask for queries that are folded ``group`` times."""
         if allowed.all():
             return None
-        hidden = torch.from_numpy(~allowed).to(self.device, non_blocking=True)
+        hidden = self.tensor(~allowed, torch.bool)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None] if mask.shape[1] == 1 else mask.repeat(1, group, 1)[:, None]
 
 
-# --- the two ways to attend: fill ``out[: step.num_tokens]``, ``[T, heads, value_dim]`` ---
+# --- two ways to attend: fill ``out[: step.num_tokens]``, ``[T, heads, value_dim]`` ---
 
 Attend = Callable[[Step, int, Tensor, Tensor, "int | None", "float | None"], None]
 
@@ -184,7 +193,7 @@ def attend_each(step: Step, layer: int, query: Tensor, out: Tensor, window: int 
     for span in step.spans:
         rows = step.tensor(span.rows)
         keys, values = step.store.keys[layer][rows], step.store.values[layer][rows]
-        mask = torch.from_numpy(visible(np.array([len(rows)]), span.length, window)).to(step.device)
+        mask = step.tensor(visible(np.array([len(rows)]), span.length, window), torch.bool)
         q, k, v = (x.transpose(0, 1)[None] for x in (query[span.first : span.stop], keys, values))
         answer = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         out[span.first : span.stop] = answer[0].transpose(0, 1)

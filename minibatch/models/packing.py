@@ -91,6 +91,38 @@ def alike(spans: Sequence[Span]) -> list[list[Span]]:
     return [list(group) for _, group in groups] + [[span] for span in spans if span.length > 1]
 
 
+def reachable(span: Span, window: int | None) -> np.ndarray:
+    """The rows that some query of the span sees: the window of the first query begins ``window - 1`` keys before it."""
+    return span.rows if window is None else span.rows[-(window + span.length - 1) :]
+
+
+class Ragged(NamedTuple):
+    """Queries and keys of ``n`` spans, each sort one behind the other: what kernels for ragged batches are told.
+
+    ``rows``          of all keys, int64 ``[keys]``
+    ``query_starts``  where the queries of each span begin, and the last of them end, int32 ``[n + 1]``
+    ``key_starts``    the same of its keys
+    ``max_queries``   the most of one span; ``max_keys`` likewise
+    """
+
+    rows: np.ndarray
+    query_starts: np.ndarray
+    key_starts: np.ndarray
+    max_queries: int
+    max_keys: int
+
+
+def ragged(spans: Sequence[Span], window: int | None) -> Ragged:
+    """All spans for one attention call. No key is padded, and none is there that no query of its span may see.
+
+    Aligned at the bottom right the rest of the mask is as before: what was cut away stood before every window.
+    """
+    keys = [reachable(span, window) for span in spans]
+    lengths = [span.length for span in spans], [len(rows) for rows in keys]
+    starts = np.cumsum([[0, *part] for part in lengths], axis=1, dtype=np.int32)
+    return Ragged(np.concatenate(keys), *starts, *map(max, lengths))
+
+
 def visible(lengths: np.ndarray, queries: int, window: int | None) -> np.ndarray:
     """Who sees whom, bool ``[batch, queries, keys]``: the last keys of each request (``lengths``) are its queries' own.
 
