@@ -37,6 +37,7 @@ _LOCAL_AND_GLOBAL = {
 # name -> configuration class, and what differs from _SIZES
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),  # biases of q, k and v
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", {**_LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 5}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),

@@ -14,6 +14,7 @@ head_dim]`` unless a shape is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,10 +47,16 @@ class KVStore:
     """K and V of every layer, ``[rows + 1, kv_heads, head_dim]``; the last is the scratch row that padding writes."""
 
     def __init__(self, layers: list[Layer], num_rows: int, device: torch.device) -> None:
-        shapes = [((num_rows + 1, layer.kv_heads), layer) for layer in layers]
-        self.keys = [torch.zeros(*shape, x.key_dim, dtype=x.dtype, device=device) for shape, x in shapes]
-        self.values = [torch.zeros(*shape, x.value_dim, dtype=x.dtype, device=device) for shape, x in shapes]
-        self.scratch_row = num_rows
+        shapes = [(num_rows + 1, x.kv_heads, dim) for x in layers for dim in (x.key_dim, x.value_dim)]
+        dtypes = [x.dtype for x in layers for _ in range(2)]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        # One piece of memory, which the system takes back as a whole when the store is gone, and which is not touched
+        # before it is needed: only the scratch row is ever read before it has been written.
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+        tables = [part.view(dtype).view(shape) for part, dtype, shape in zip(memory, dtypes, shapes, strict=True)]
+        self.keys, self.values, self.scratch_row = tables[::2], tables[1::2], num_rows
+        for table in tables:
+            table[num_rows] = 0
         self._buffers: dict[tuple, Tensor] = {}
         self._host: dict[Hashable, list[Tensor]] = {}
 

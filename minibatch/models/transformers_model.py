@@ -24,9 +24,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minibatch.clock import RealClock
 from minibatch.kv_cache import ContiguousKVCache, KVCache
-from minibatch.models import UnsupportedModel, pretrained
-from minibatch.models.attention import IMPLEMENTATION, Attend, KVStore, Step, attend_batched
+from minibatch.models import UnsupportedModel, fused_decoder, pretrained
+from minibatch.models.attention import IMPLEMENTATION, Attend, KVStore, Step
+from minibatch.models.decode_graphs import DecodeGraphs
+from minibatch.models.fused_decoder import FusedDecoder
 from minibatch.models.supported import check_class, check_config, context_limit, inspect_layers
+from minibatch.models.varlen import attend_for, attend_varlen
 from minibatch.plan import Chunk, Plan
 from minibatch.request import Request, RequestState
 
@@ -42,7 +45,11 @@ class TransformersModel:
     """``model`` is a short name (``"smollm2-135m"``), a Hub id, the path of a directory, or a built PreTrainedModel.
 
     ``dtype``, ``device``  what to load it as; None: float32 on the CPU. A built model keeps its dtype
-    ``attend``             how attention is computed: ``attend_batched``, or ``attend_each``, slow and readable
+    ``attend``             how attention is computed: ``attend_each``, slow and readable, ``attend_batched`` or
+                           ``attend_varlen``; None: the fastest one that there is for this model on this device
+    ``fast``               compute Llama-like models by our own forward pass (``fused_decoder.py``), if it gives the
+                           same logits as the model's; other models run as always
+    ``cuda_graphs``        on a GPU: decode iterations are recorded and replayed (``decode_graphs.py``)
     ``source``             where the weights came from, for captions
 
     A built model is taken over: afterwards it computes with this class only. Several engines may share one
@@ -56,7 +63,9 @@ class TransformersModel:
         *,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
-        attend: Attend = attend_batched,
+        attend: Attend | None = None,
+        fast: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         wanted = None if dtype is None else check_dtype(dtype)
         if isinstance(model, PreTrainedModel):
@@ -74,7 +83,7 @@ class TransformersModel:
         if model.dtype is torch.float64:  # PyTorch multiplies by the experts of a mixture in groups, but not in float64
             model.set_experts_implementation("eager")
         self.device, self.dtype = model.device, str(model.dtype).removeprefix("torch.")
-        self.tokenizer, self.attend = tokenizer, attend
+        self.tokenizer = tokenizer
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_model_len = context_limit(config)
@@ -82,12 +91,28 @@ class TransformersModel:
         before = model.config._attn_implementation
         try:
             self.layers = inspect_layers(model)
+            self.attend = attend or attend_for(self.device, self.layers)
+            self.fused = self.graphs = None
             self._check_against_own_forward()
+            if fast and fused_decoder.fits(model):
+                self._fuse()
         except UnsupportedModel:
             model.set_attn_implementation(before)
             raise
+        if cuda_graphs:
+            if self.attend is not attend_varlen:
+                raise ValueError(f"CUDA graphs need a GPU and a 16-bit dtype, got {self.device} and {self.dtype}")
+            self.graphs = DecodeGraphs(self._compute, self.layers, self.device)
         self.simulated = False
         self.kv_bytes_per_token = sum(x.kv_heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in self.layers)
+
+    def _fuse(self) -> None:
+        self.fused = FusedDecoder(self.model, [layer.window for layer in self.layers])
+        try:
+            self._check_against_own_forward()
+        except UnsupportedModel as error:
+            self.fused = None
+            warnings.warn(f"the fast path is not used: {error}", stacklevel=4)
 
     def clock(self) -> RealClock:
         return RealClock()
@@ -98,7 +123,23 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, plan: Plan, kv: KVCache, store: KVStore) -> Tensor:
         """Logits ``[rows, vocab_size]`` on the model's device, float32 at least."""
-        step = Step(plan, kv, store, self.device, self.attend)
+        if self.graphs is not None and (logits := self.graphs.run(plan, kv, store)) is not None:
+            return logits
+        step = self._pack(plan, kv, store)
+        logits = self._compute(step)
+        if step.num_layers_done != len(self.layers):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} reached attention {step.num_layers_done} times, not {len(self.layers)}"
+            )
+        return logits[: step.num_logits]
+
+    def _pack(self, plan: Plan, kv: KVCache, store: KVStore) -> Step:
+        return Step(plan, kv, store, self.device, self.attend)
+
+    def _compute(self, step: Step) -> Tensor:
+        """Logits of the tokens that the step names, by the model's own forward pass or by ours."""
+        if self.fused is not None:
+            return _at_least_float32(self.fused(step))
         output = self.model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,  # left out, the model would count through the packed sequence
@@ -106,11 +147,7 @@ class TransformersModel:
             logits_to_keep=step.logit_index,
             minibatch_step=step,
         )
-        if step.num_layers_done != len(self.layers):
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} reached attention {step.num_layers_done} times, not {len(self.layers)}"
-            )
-        return _at_least_float32(output.logits[0, : step.num_logits])
+        return _at_least_float32(output.logits[0])
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
