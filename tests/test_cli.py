@@ -316,7 +316,7 @@ REFUSED = [
     ([*COMPARE, "--load", "inf"], 2, "load must lie in (0, inf), got inf"),
     ([*COMPARE, "--out", "/dev/null/x"], 2, "cannot write to /dev/null/x"),
     ([*COMPARE, "--max-tokens", "9000"], 2, "the context 8192"),
-    ([*COMPARE, "--device", "cuda"], 2, "neither dtype nor device"),
+    ([*COMPARE, "--device", "cuda"], 2, "neither dtype nor device nor a fast path"),
     (["generate", "--model", "toy", "--prompt", ""], 2, "empty"),
     (["generate", "--model", "toy", "--prompt", "x", "--temperature", "-1"], 2, "temperature must lie in [0, inf)"),
     (["generate", "--model", "toy", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from minibatch.clock import RealClock
 from minibatch.kv_cache import ContiguousKVCache
-from minibatch.models import UnsupportedModel
+from minibatch.models import UnsupportedModel, packing
 from minibatch.models.attention import Step, attend_batched, attend_each
-from minibatch.models.packing import visible
+from minibatch.models.packing import Span, alike, visible
 from minibatch.models.transformers_model import TransformersModel, check_dtype
 from minibatch.paged_kv_cache import PagedKVCache
 from minibatch.plan import Chunk, Padding, Plan
@@ -144,8 +144,9 @@ def test_other_dtypes_differ_by_rounding_only(dtype, tolerance):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_decodes_of_all_lengths_attend_together_as_they_do_alone(family):
-    prompts = [1, 2, 5, 64, 65, 66, 100]  # one token to a hundred: on both sides of the 64 where groups part
+def test_decodes_of_all_lengths_attend_together_as_they_do_alone(family, monkeypatch):
+    prompts = [1, 2, 5, 64, 65, 66, 100]  # one token to a hundred
+    monkeypatch.setattr(packing, "WASTE", 100)  # three groups
     errors = []
     for attend in (attend_batched, attend_each):
         driver = Driver(TransformersModel(tiny_model(family), attend=attend), tiny_model(family), prompts)
@@ -162,14 +163,29 @@ def test_decodes_of_similar_length_share_an_operation_and_chunks_have_their_own(
     executor = TransformersModel(tiny_model("llama"))
     kv = PagedKVCache(num_blocks=100, block_size=16)
     plan = []
-    for context in (200, 10, 12, 190, 64, 65):
+    for context in (700, 10, 12, 690, 64, 65):
         request = new_request([1] * context)
         kv.reserve(request, context)
         plan.append(Chunk(request, context - (3 if context == 12 else 1), context))
     step = Step(Plan(chunks=tuple(plan)), kv, executor.allocate(kv.num_rows), executor.device, attend_batched)
     parts = [(part.batch, len(part.rows) // part.batch) for part in step.parts(None, 2, torch.float64)]
-    assert parts == [(2, 64), (1, 65), (2, 200), (1, 12)]
+    assert parts == [(3, 65), (2, 700), (1, 12)]
     assert step.input_ids.shape == (1, 8)
+
+
+def test_a_group_of_decodes_ends_where_its_padding_would_be_too_much():
+    """512 rows of padding are still one group, 513 are two; a chunk stands alone, whatever its context."""
+
+    def grouped(decodes, chunks=()):
+        spans = [Span(i, 1, np.arange(n)) for i, n in enumerate(decodes)] + [Span(99, 3, np.arange(n)) for n in chunks]
+        return [[len(span.rows) for span in group] for group in alike(spans)]
+
+    assert grouped([10, 10 + 512]) == [[10, 522]]
+    assert grouped([10, 10 + 513]) == [[10], [523]]
+    assert grouped([100, 100, 356]) == [[100, 100, 356]]  # twice 256
+    assert grouped([100, 100, 357, 358]) == [[100, 100], [357, 358]]
+    assert grouped([5], [6, 6]) == [[5], [6], [6]]
+    assert grouped([], [6]) == [[6]] and grouped([]) == []
 
 
 def test_the_mask_is_aligned_at_the_bottom_right():

@@ -214,20 +214,23 @@ def attend_batched(step: Step, layer: int, query: Tensor, out: Tensor, window: i
     """
     kv_heads = step.store.keys[layer].shape[1]
     heads, dim = query.shape[1:]
-    group = heads // kv_heads
+    group, value_dim = heads // kv_heads, out.shape[2]
     for part in step.parts(window, group, query.dtype):
-        keys, values = (x.unflatten(0, (part.batch, -1)).transpose(1, 2) for x in step.store.read(layer, part.rows))
-        q = query[part.first : part.stop]
+        rows = step.store.read(layer, part.rows)
+        keys, values = (x.view(part.batch, -1, kv_heads, x.shape[2]).transpose(1, 2) for x in rows)
+        q, answer = query[part.first : part.stop], out[part.first : part.stop]
         if part.square:
             q = q.transpose(0, 1)[None]
-            answer = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-            out[part.first : part.stop] = answer[0].transpose(0, 1)
+            attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+            answer.copy_(attended[0].transpose(0, 1))
             continue
-        q = q.reshape(part.batch, -1, kv_heads, group, dim)  # [batch, queries, kv_heads, group, dim]
-        folded = q.permute(0, 2, 3, 1, 4).reshape(part.batch, kv_heads, -1, dim)
-        answer = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask, scale=scale)
-        answer = answer.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
-        out[part.first : part.stop] = answer.reshape(-1, heads, out.shape[2])
+        q = q.view(part.batch, -1, kv_heads, group, dim).permute(
+            0, 2, 3, 1, 4
+        )  # [batch, kv_heads, group, queries, dim]
+        folded = q.reshape(part.batch, kv_heads, -1, dim)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask, scale=scale)
+        attended = attended.view(part.batch, kv_heads, group, -1, value_dim).permute(0, 3, 1, 2, 4)
+        answer.view(attended.shape).copy_(attended)
 
 
 # --- the function that transformers calls ---

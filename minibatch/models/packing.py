@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -81,14 +80,26 @@ def pack(plan: Plan, kv: KVCache, scratch_row: int) -> Packed:
     return Packed(tokens, positions, np.concatenate(slots), [spans[i] for i in order], logits, num_logits)
 
 
-def alike(spans: Sequence[Span]) -> list[list[Span]]:
-    """Decodes whose contexts round up to the same power of two, 64 at least, together; longer chunks alone.
+WASTE = 512  # rows that are read and attended to in about the time that one more operation takes
 
-    So less than half of what a batch gathers is padding, unless its contexts are short and it hardly matters.
+
+def alike(spans: Sequence[Span]) -> list[list[Span]]:
+    """Decodes of similar context together, longer chunks alone.
+
+    Those who attend together are padded to the longest context among them. A group ends where one more decode would
+    make all this padding more than ``WASTE`` rows: then it is cheaper to attend in two operations. ``spans`` as
+    ``pack`` puts them, decodes in order of context.
     """
-    decodes = [span for span in spans if span.length == 1]
-    groups = groupby(decodes, key=lambda span: max(6, (len(span.rows) - 1).bit_length()))
-    return [list(group) for _, group in groups] + [[span] for span in spans if span.length > 1]
+    groups: list[list[Span]] = []
+    wasted = 0
+    for span in spans:
+        if span.length == 1 and groups:
+            wasted += len(groups[-1]) * (len(span.rows) - len(groups[-1][-1].rows))
+        if span.length > 1 or not groups or wasted > WASTE:
+            groups.append([])
+            wasted = 0
+        groups[-1].append(span)
+    return groups
 
 
 def reachable(span: Span, window: int | None) -> np.ndarray:
