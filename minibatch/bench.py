@@ -1,5 +1,6 @@
 """What things cost on this machine: the numbers behind ``minibatch bench``, one part a module.
 
+    bench_engines.py --engines    how fast is this engine, beside others on the same work?
     bench_planning.py   --planning   does deciding take time that the model could compute in?
     bench_swap.py       --swap       from which length on is it cheaper to copy K/V than to compute it again?
     bench_simulation.py --simulation how far is a simulated run from a measured one?
@@ -11,10 +12,12 @@ This module has what the parts share: how to time, how to say what was measured 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,38 @@ def timed(what: Callable[[], Any]) -> tuple[float, float, Any]:
 def load_average() -> float | None:
     """Processes that wanted a core, on average over the last minute; None where that is not known."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+class Busy:
+    """Who else had the machine during a ``with`` block, on Linux: its processors' own account of their time."""
+
+    def __enter__(self) -> Busy:
+        self._started, self._before = time.perf_counter(), _processor_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds = time.perf_counter() - self._started
+        after = _processor_seconds()
+        self._busy, self._stolen = (b - a for a, b in zip(self._before, after, strict=True))
+
+    def others(self, own: float) -> float:
+        """Cores that other processes had on average; ``own``: seconds of CPU that were ours. NaN if not known."""
+        return max((self._busy - own) / self._seconds, 0.0) if self._busy == self._busy else math.nan
+
+    @property
+    def stolen(self) -> float:
+        """Cores that the hypervisor gave to somebody else while processes here wanted them; NaN if not known."""
+        return self._stolen / self._seconds
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """All processors since the machine was started: at work, and stolen by other virtual machines."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except (OSError, ValueError):
+        return math.nan, math.nan
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / ticks, steal / ticks
 
 
 def where(load: float | None) -> dict[str, Any]:

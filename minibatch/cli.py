@@ -3,8 +3,8 @@
 0    done (and, for ``compare``, every configuration's tokens equal solo generation up to numerical ties)
 1    anything that is not foreseen here, with its traceback
 2    wrong usage, or a request that cannot run; the message says why
-3    the model cannot be had or is not supported
-4    ``compare``: some tokens differ from solo generation, and not by a numerical tie
+3    the model cannot be had or is not supported; ``bench``: an engine could not be started, or broke off
+4    ``compare``, ``bench --floor``: some tokens differ from solo generation, and not by a numerical tie
 5    a policy planned what cannot be carried out, or nothing although there was work; the message names it
 6    ``lab check``: an exercise is not right, or not done
 130  interrupted
@@ -16,18 +16,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from minibatch import (
     __version__,
-    bench,
-    bench_planning,
-    bench_scale,
-    bench_simulation,
-    bench_swap,
+    cli_bench,
     cli_figures,
     cli_labs,
     cli_player,
@@ -37,7 +31,8 @@ from minibatch import (
     explain,
     workload,
 )
-from minibatch.cli_options import add_command, check_writable, option
+from minibatch.bench_engines import WorkerFailed
+from minibatch.cli_options import DIFFERS, add_command, add_model_command, check_writable, option
 from minibatch.compare import Setup
 from minibatch.configurations import CONFIGURATIONS
 from minibatch.engine import Engine
@@ -49,8 +44,7 @@ from minibatch.policies import ADMISSIONS, ORDERS, PREEMPTIONS
 from minibatch.request import EngineStalled, Request, RequestRefused, Result, SamplingParams
 from minibatch.trace import Trace
 
-USAGE, NO_MODEL, DIFFERS, BAD_PLAN, INTERRUPTED = 2, 3, 4, 5, 130
-DTYPES = ["float32", "bfloat16", "float16", "float64"]
+USAGE, NO_MODEL, BAD_PLAN, INTERRUPTED = 2, 3, 5, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):  # whoever read our output has gone (`| head`): nothing is left to say, nor anyone to hear it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ModelUnavailable, UnsupportedModel) as error:
+    except (ModelUnavailable, UnsupportedModel, WorkerFailed) as error:
         return _fail(error, NO_MODEL)
     except (RequestRefused, ValueError, OSError) as error:
         return _fail(error, USAGE)
@@ -98,27 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     cli_simulation.add(commands)
     cli_figures.add(commands)
     cli_labs.add(commands)
-    _add_bench(commands)
+    cli_bench.add(commands)
     return parser
 
 
 def _load(options: argparse.Namespace) -> Model:
-    model = load_model(options.model, options.dtype, options.device)
+    model = load_model(options.model, options.dtype, options.device, options.fast)
     if model.tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer, and prompts are text here")
     return model
-
-
-def _add_model_command(
-    commands: argparse._SubParsersAction, name: str, run: Callable, text: str
-) -> argparse.ArgumentParser:
-    command = add_command(commands, name, run, text)
-    group = command.add_argument_group("model")
-    names = "smollm2-135m, toy (no download, simulated time), a Hub id or a path"
-    option(group, "--model", DEFAULT_MODEL, names, str)
-    option(group, "--dtype", "float32", "of weights, K/V and computation", str, choices=DTYPES)
-    option(group, "--device", "cpu", "cpu, or cuda for a GPU", str)
-    return command
 
 
 # ------------------------------------------------------------------------------------------------- minibatch compare
@@ -126,7 +108,7 @@ def _add_model_command(
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "The same requests through static, continuous, paged and chunked batching, side by side."
-    command, default = _add_model_command(commands, "compare", _compare, text), Setup()
+    command, default = add_model_command(commands, "compare", _compare, text, fast=True), Setup()
     group = command.add_argument_group("workload")
     option(group, "--workload", default.workload, "mixed, short or long prompts, or a text file with one a line", str)
     option(group, "--requests", default.num_requests, "how many", int)
@@ -197,7 +179,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     text = (
         "Streams the answer to a prompt to the terminal. (Alone, a request gets the same answer from every scheduler.)"
     )
-    command, default = _add_model_command(commands, "generate", _generate, text), SamplingParams()
+    command, default = add_model_command(commands, "generate", _generate, text, fast=True), SamplingParams()
     group = command.add_argument_group("prompt")
     group.add_argument("--prompt", required=True, help="what to ask")
     group.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
@@ -261,96 +243,3 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
 def _explain(options: argparse.Namespace) -> int:
     print(explain.describe(Trace.load(options.trace), options.request))
     return 0
-
-
-# --------------------------------------------------------------------------------------------------- minibatch bench
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    text = "What things cost on this machine. Choose a part, or several."
-    command = _add_model_command(commands, "bench", _bench, text)
-    command.set_defaults(fail=command.error)
-    group = command.add_argument_group("parts")
-    for name, (_, _, what) in BENCHES.items():
-        group.add_argument(f"--{name}", action="store_true", help=what)
-    group, load = command.add_argument_group("planning"), bench_planning.Load()
-    option(group, "--running", load.running, "active requests", int)
-    option(group, "--waiting", load.waiting, "requests in the queue", int)
-    option(group, "--plans", load.plans, "how often each plan is made", int)
-    group = command.add_argument_group("swap")
-    option(group, "--longest", 1024, "longest context, in tokens", int)
-    option(group, "--repeats", 7, "how often each length is measured", int)
-    group = command.add_argument_group("scale")
-    option(
-        group, "--azure", None, "a CSV file of the Azure LLM inference trace 2023, in place of requests like it", Path
-    )
-    group = command.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print all numbers as JSON, and nothing else, to stdout")
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def _bench(options: argparse.Namespace) -> int:
-    wanted = {name: part for name, part in BENCHES.items() if getattr(options, name)}
-    if not wanted:
-        options.fail(f"choose a part: {', '.join(f'--{name}' for name in BENCHES)}")
-    load = bench.load_average()
-    found = {name: measure(options) for name, (measure, _, _) in wanted.items()}
-    facts = bench.where(load)
-    if options.json:
-        print(json.dumps({**facts, **{name: _plain(numbers) for name, numbers in found.items()}}, indent=2))
-    else:
-        print(bench.describe_where(facts))
-        for name, (_, describe, _) in wanted.items():
-            print(f"\n{describe(found[name])}")
-    return 0
-
-
-def _plain(numbers: Any) -> Any:
-    return asdict(numbers) if is_dataclass(numbers) else [asdict(each) for each in numbers]
-
-
-def _bench_planning(options: argparse.Namespace) -> bench_planning.Planning:
-    load = bench_planning.Load(options.running, options.waiting, options.plans)
-    return bench_planning.run(load, progress=not options.quiet)
-
-
-def _bench_swap(options: argparse.Namespace) -> bench_swap.Swapping:
-    model = load_model(options.model, options.dtype, options.device)
-    return bench_swap.run(model, options.longest, options.repeats, progress=not options.quiet)
-
-
-def _bench_simulation(options: argparse.Namespace) -> bench_simulation.Fidelity:
-    model = load_model(options.model, options.dtype, options.device)
-    return bench_simulation.run(model, progress=not options.quiet)
-
-
-def _bench_scale(options: argparse.Namespace) -> list[bench_scale.Size]:
-    scenario = bench_scale.LIKE_AZURE
-    if options.azure is not None:
-        scenario = replace(bench_scale.HARDWARE, workload=f"azure:{options.azure}")
-    return bench_scale.run(scenario)
-
-
-# name -> what measures, what puts it into words, and what it is
-BENCHES: dict[str, tuple[Callable, Callable, str]] = {
-    "planning": (
-        _bench_planning,
-        bench_planning.describe,
-        "what a plan costs, with every policy (a minute or two; quicker with --plans 8)",
-    ),
-    "swap": (
-        _bench_swap,
-        bench_swap.describe,
-        "from which length on swapping is cheaper than recomputing (a minute; quicker with --longest 256)",
-    ),
-    "simulation": (
-        _bench_simulation,
-        bench_simulation.describe,
-        "how far simulated runs are from measured ones, with a cost model calibrated here (three minutes)",
-    ),
-    "scale": (
-        _bench_scale,
-        bench_scale.describe,
-        "what it costs to simulate 19,366 requests, and a half and a quarter of them (half a minute)",
-    ),
-}

@@ -8,6 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minibatch.models.pretrained import DEFAULT_MODEL
+
+DIFFERS = 4  # exit code: tokens differ from solo generation, and not by a numerical tie
+DTYPES = ["float32", "bfloat16", "float16", "float64"]
+
 
 def add_command(
     commands: argparse._SubParsersAction, name: str, run: Callable, text: str, **more: Any
@@ -15,6 +20,22 @@ def add_command(
     """``minibatch NAME``, which calls ``run`` with its options."""
     command = commands.add_parser(name, help=text, description=text, **more)
     command.set_defaults(command=run)
+    return command
+
+
+def add_model_command(
+    commands: argparse._SubParsersAction, name: str, run: Callable, text: str, fast: bool = False
+) -> argparse.ArgumentParser:
+    """A command that loads a model; ``fast``: it can be told to use our own forward pass."""
+    command = add_command(commands, name, run, text)
+    group = command.add_argument_group("model")
+    names = "smollm2-135m, toy (no download, simulated time), a Hub id or a path"
+    option(group, "--model", DEFAULT_MODEL, names, str)
+    option(group, "--dtype", "float32", "of weights, K/V and computation", str, choices=DTYPES)
+    option(group, "--device", "cpu", "cpu, or cuda for a GPU", str)
+    if fast:
+        what = "compute Llama-like models by a forward pass of our own, which gives the same up to rounding"
+        group.add_argument("--fast", action="store_true", help=what)
     return command
 
 

@@ -63,7 +63,7 @@ class LLM:
     ``scheduler``, ``kv_cache``        default: chunked prefill on a paged cache
     ``order``                          who is next, default: first come, first served
     ``kv_cache_memory_bytes``          size of the default cache, which never has more than ``MOST_KV_TOKENS`` tokens
-    ``dtype``, ``device``              of a model that is loaded by name
+    ``dtype``, ``device``, ``fast``    of a model that is loaded by name
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class LLM:
         *,
         dtype: str = "float32",
         device: str = "cpu",
+        fast: bool = False,
         scheduler: Scheduler | None = None,
         kv_cache: KVCache | None = None,
         order: Order | None = None,
@@ -79,7 +80,7 @@ class LLM:
         max_model_len: int | None = None,
         seed: int | None = None,
     ) -> None:
-        self.model = load_model(model, dtype, device) if isinstance(model, str) else model
+        self.model = load_model(model, dtype, device, fast) if isinstance(model, str) else model
         if kv_cache is None:
             num_tokens = min(kv_cache_memory_bytes // self.model.kv_bytes_per_token, MOST_KV_TOKENS)
             kv_cache = PagedKVCache(num_blocks=max(num_tokens // 16, 1), block_size=16)
@@ -146,17 +147,19 @@ def chat_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Model:
+def load_model(name: str, dtype: str = "float32", device: str = "cpu", fast: bool = False) -> Model:
     """``toy``, or anything that :class:`~minibatch.models.transformers_model.TransformersModel` takes."""
     if name == "toy":
-        if (dtype, device) != ("float32", "cpu"):
-            raise ValueError(f"the toy model has neither dtype nor device, got {dtype} and {device}")
+        if (dtype, device, fast) != ("float32", "cpu", False):
+            raise ValueError(
+                f"the toy model has neither dtype nor device nor a fast path, got {dtype}, {device}, fast={fast}"
+            )
         from minibatch.models.toy_model import ToyModel
 
         return ToyModel(eos_token_id=0, max_model_len=8192)
     from minibatch.models.transformers_model import TransformersModel  # imports torch and transformers: seconds
 
-    return TransformersModel(name, dtype=dtype, device=device)
+    return TransformersModel(name, dtype=dtype, device=device, fast=fast)
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

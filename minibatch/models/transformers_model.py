@@ -157,7 +157,7 @@ class TransformersModel:
         rounds these to float32, whatever the model's dtype).
         """
         input_ids = torch.tensor([list(prompt)], device=self.device)
-        with _stock_attention(self.model), _plain_generation(self.model):
+        with stock_attention(self.model), _plain_generation(self.model):
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -177,7 +177,7 @@ class TransformersModel:
         must agree, or half of float32's, because routers of experts often compute in float32 whatever the dtype.
         """
         prompt = [(7 * i + 3) % self.vocab_size for i in range(8)]
-        with _stock_attention(self.model), torch.inference_mode():
+        with stock_attention(self.model), torch.inference_mode():
             input_ids = torch.tensor([prompt], device=self.device)
             expected = self.model(input_ids=input_ids, use_cache=False).logits[0, -1]
         kv, store = ContiguousKVCache(num_slots=1, slot_size=len(prompt)), self.allocate(len(prompt))
@@ -243,7 +243,7 @@ def _load_tokenizer(weights: pretrained.Weights) -> Any:
 
 
 @contextlib.contextmanager
-def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
+def stock_attention(model: PreTrainedModel) -> Iterator[None]:
     """The model as transformers runs it, for a while."""
     try:
         model.set_attn_implementation("sdpa")

@@ -1,0 +1,390 @@
+"""``minibatch bench``: this engine beside others, on the same work, on this machine, at the same time.
+
+Each engine lives in a process of its own (``bench_worker.py``): same environment, same threads. One works at a time,
+and they take turns for some rounds, so that a machine that slows down slows all of them down; so the ratio of two
+engines is taken within a round. Loading, and one small run to warm up, are not measured.
+
+The work is offline: all requests are there at once. ``mixed`` has answers of very different lengths, which is where
+membership that changes between iterations pays; ``static`` has equal ones, where it does not; ``long`` has prompts so
+long that attention weighs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minibatch import bench_worker
+from minibatch.bench import Busy, table
+from minibatch.prompts import LONG, SHORT
+from minibatch.workload import encode, pick
+
+WORKS = ("mixed", "static", "long")
+LENGTHS = (8, 16, 32, 64, 128)
+PAGE = 256  # transformers' continuous batching allocates its cache in these
+BASELINE = "transformers continuous batching"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, how many tokens each of them generates, and tokens of K/V cache that every engine may use."""
+
+    name: str
+    what: str
+    prompts: list[list[int]]
+    lengths: list[int]
+    kv_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return max(len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True))
+
+
+def make_work(name: str, tokenizer: Any, requests: int | None = None) -> Work:
+    """``mixed``, ``static`` or ``long``; ``requests``: fewer or more of them than usual (32, of long ones 16)."""
+    number = requests or (16 if name == "long" else 32)
+    if name == "long":
+        texts = ["\n\n".join((f"Part {i}.", *LONG[i % 10 :], *LONG)) for i in range(number)]  # no common beginning
+        prompts = [tokenizer.encode(text)[:1500] for text in texts]
+        cache = sum(-(-(len(prompt) + 32) // PAGE) * PAGE for prompt in prompts)
+        return Work(name, f"{number} prompts of 1,500 tokens, 32 tokens each", prompts, [32] * number, cache)
+    prompts = [encode(tokenizer, text) for text in pick(SHORT, number, seed=0)]
+    rng = random.Random(0)
+    lengths = [64] * number if name == "static" else [rng.choice(LENGTHS) for _ in range(number)]
+    each = "64 tokens each" if name == "static" else f"{', '.join(map(str, LENGTHS))} tokens each, drawn with seed 0"
+    what = f"{number} prompts of about {sum(map(len, prompts)) / number:.0f} tokens, {each}: {sum(lengths):,}"
+    return Work(name, what, prompts, lengths, 64 * PAGE)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine as it is started: its name here, what the worker is told, and works it makes no sense for.
+
+    ``python``  None: this one
+    """
+
+    name: str
+    setup: dict[str, Any]
+    works: Sequence[str] = WORKS
+    python: Path | None = None
+
+
+CONTENDERS = (
+    Contender("transformers generate", {"engine": "generate"}),
+    Contender(BASELINE, {"engine": "continuous batching"}),
+    Contender("minibatch static", {"engine": "minibatch", "configuration": "static"}, ("mixed", "static")),
+    Contender("minibatch chunked", {"engine": "minibatch", "configuration": "chunked"}),
+    Contender("minibatch chunked, not fast", {"engine": "minibatch", "configuration": "chunked", "fast": False}),
+)
+
+
+def vllm(python: Path | None, longest: int) -> Contender:
+    return Contender("vllm", {"engine": "vllm", "longest": longest}, python=python)
+
+
+# ---------------------------------------------------------------------------------------------------------- the process
+
+
+class WorkerFailed(RuntimeError):
+    """An engine could not be started, or did not get through its work. Says which, and the end of what it printed."""
+
+
+class Worker:
+    """A running contender. Raises WorkerFailed."""
+
+    def __init__(self, contender: Contender, model: str, dtype: str, device: str, environment: dict[str, str]) -> None:
+        self.contender = contender
+        python = contender.python or Path(sys.executable)
+        # A foreign Python runs the file by its path, in isolation: the modules beside it must not shadow its own.
+        target = ["-m", bench_worker.__name__] if contender.python is None else ["-I", bench_worker.__file__]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [str(python), *target],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        setup = {**contender.setup, "model": model, "dtype": dtype, "device": device}
+        self.facts = self.ask(setup)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self._process.wait()
+            self._log.seek(0)
+            tail = "\n".join(self._log.read().splitlines()[-12:])
+            raise WorkerFailed(f"{self.contender.name} ended with exit code {code}:\n{tail}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Iterations of one kind in one job: how many, and medians of their time (ms), of GB and of GFLOP a second."""
+
+    what: str
+    number: int
+    ms: float
+    gb_per_s: float
+    gflop_per_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One engine on one work.
+
+    ``rates``        useful tokens a second, of each round
+    ``ratios``       to the baseline, transformers' continuous batching, within each round
+    ``peak_memory``  bytes: the most that its process has had by then, since the model was loaded
+    ``same``         requests with the very same answer as the first engine's: in half precision near ties part
+    ``others``       cores that other processes had while it worked, and ``stolen`` those that the hypervisor gave to
+                     other machines, on average; NaN where that cannot be known
+    ``phases``       of this engine: share of the time of an iteration; of the round of median speed, as ``kinds``
+    """
+
+    work: str
+    engine: str
+    rates: tuple[float, ...]
+    ratios: tuple[float, ...]
+    peak_memory: int
+    same: int
+    others: float
+    stolen: float
+    phases: dict[str, float] = field(default_factory=dict)
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+
+@dataclass(frozen=True)
+class Engines:
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    environment: dict[str, str]
+    works: tuple[tuple[str, str], ...]
+    num_requests: dict[str, int]
+    outcomes: tuple[Outcome, ...]
+
+
+# The same for every engine, unless the user has set it. An idle OpenMP thread spins this often before it sleeps: by
+# default for milliseconds, and with another process on a core a decode iteration then took 60 times as long.
+ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+
+
+def run(
+    model: str,
+    dtype: str,
+    device: str,
+    contenders: Sequence[Contender],
+    works: Sequence[Work],
+    rounds: int = 3,
+    threads: int | None = None,
+    progress: bool = True,
+) -> Engines:
+    """Every contender on every work, in turns. ``model``: a directory or Hub id. Raises WorkerFailed."""
+    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    jobs = [(work, c) for work in works for _ in range(rounds) for c in contenders if work.name in c.works]
+    outcomes = []
+    with ExitStack() as stack, tqdm(total=len(jobs), disable=not progress) as bar:
+        workers = {}
+        for contender in contenders:
+            bar.set_description(f"starting {contender.name}")
+            worker = Worker(contender, model, dtype, device, environment)
+            stack.callback(worker.close)
+            workers[contender.name] = worker
+            worker.ask(_warm_up(works[0]))
+        for work in works:
+            answers: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders if work.name in c.works}
+            for _ in range(rounds):
+                for name in answers:
+                    bar.set_description(f"{work.name}: {name}")
+                    answers[name].append(_measure(workers[name], work))
+                    bar.update()
+            outcomes += _outcomes(work, answers)
+    return Engines(
+        model,
+        dtype,
+        device,
+        workers[contenders[0].name].facts["threads"],
+        environment,
+        tuple((work.name, work.what) for work in works),
+        {work.name: len(work.prompts) for work in works},
+        tuple(outcomes),
+    )
+
+
+def _warm_up(work: Work) -> dict[str, Any]:
+    return {"prompts": work.prompts[:4], "lengths": [4] * 4, "kv_tokens": work.kv_tokens}
+
+
+def _measure(worker: Worker, work: Work) -> dict[str, Any]:
+    with Busy() as busy:
+        answer = worker.ask({"prompts": work.prompts, "lengths": work.lengths, "kv_tokens": work.kv_tokens})
+    given = [len(tokens) for tokens in answer["answers"]]
+    if given != work.lengths:
+        raise WorkerFailed(f"{worker.contender.name} gave {given} tokens, asked for were {work.lengths}")
+    return {**answer, "others": busy.others(answer["cpu"]), "stolen": busy.stolen}
+
+
+def _outcomes(work: Work, answers: dict[str, list[dict[str, Any]]]) -> Iterator[Outcome]:
+    first = next(iter(answers.values()))[0]["answers"]
+    baseline = answers[BASELINE]
+    for name, rounds in answers.items():
+        median = sorted(rounds, key=lambda answer: answer["seconds"])[len(rounds) // 2]
+        yield Outcome(
+            work=work.name,
+            engine=name,
+            rates=tuple(work.num_tokens / answer["seconds"] for answer in rounds),
+            ratios=tuple(b["seconds"] / a["seconds"] for a, b in zip(rounds, baseline, strict=True)),
+            peak_memory=max(answer["peak_memory"] for answer in rounds),
+            same=sum(a == b for a, b in zip(rounds[0]["answers"], first, strict=True)),
+            others=statistics.fmean(answer["others"] for answer in rounds),
+            stolen=statistics.fmean(answer["stolen"] for answer in rounds),
+            phases=_shares(median),
+            kinds=tuple(_kinds(median.get("iterations", []))),
+        )
+
+
+def _shares(answer: dict[str, Any]) -> dict[str, float]:
+    """Of the time of all iterations; ``rest``: what lies between the phases."""
+    if "phases" not in answer:
+        return {}
+    shares = {name: seconds / answer["total"] for name, seconds in answer["phases"].items()}
+    return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def _kinds(iterations: Sequence[Sequence[Any]]) -> Iterator[Kind]:
+    """Decode iterations by number of rows, and those that compute prompts."""
+    limits = (8, 16, 32, 10**9)
+    groups: dict[str, list[Sequence[Any]]] = {}
+    for iteration in iterations:
+        decode, rows = iteration[:2]
+        upper = next(limit for limit in limits if rows <= limit)
+        groups.setdefault(f"decode, up to {upper} rows" if decode else "with prompts", []).append(iteration)
+    for what, members in groups.items():
+        seconds = [m[4] for m in members]
+        yield Kind(
+            what,
+            len(members),
+            1e3 * statistics.median(seconds),
+            statistics.median(m[2] / m[4] for m in members) / 1e9,
+            statistics.median(m[3] / m[4] for m in members) / 1e9,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- in words
+
+
+def describe(found: Engines) -> str:
+    settings = " ".join(f"{name}={value}" for name, value in found.environment.items())
+    lines = [
+        f"engines     {found.model}, {found.dtype}, {found.device}, {found.threads} threads; greedy",
+        f"            every process: {settings}",
+        "            useful tokens/s: median of the rounds (slowest to fastest). ratio: to transformers' continuous",
+        "            batching within a round. memory: the most its process has had since it was loaded. same: requests",
+        "            with the very same tokens as the first engine gave",
+    ]
+    for name, what in found.works:
+        outcomes = [outcome for outcome in found.outcomes if outcome.work == name]
+        rows = [_row(outcome, found.num_requests[name]) for outcome in outcomes]
+        titles = (f"{name}", "tokens/s", "", "ratio", "", "memory", "same")
+        lines += ["", f"{name}: {what}", table(titles, rows)]
+    lines += _own(found) + _noise(found)
+    return "\n".join(lines)
+
+
+def _row(outcome: Outcome, requests: int) -> list[str]:
+    ratios = outcome.ratios
+    return [
+        outcome.engine,
+        f"{outcome.rate:.0f}",
+        f"({min(outcome.rates):.0f}-{max(outcome.rates):.0f})",
+        f"{statistics.median(ratios):.2f}",
+        f"({min(ratios):.2f}-{max(ratios):.2f})",
+        f"{outcome.peak_memory / 1e9:.2f} GB",
+        f"{outcome.same} of {requests}",
+    ]
+
+
+def _own(found: Engines) -> list[str]:
+    """Where the time of our own iterations goes."""
+    own = [outcome for outcome in found.outcomes if outcome.phases]
+    if not own:
+        return []
+    phases = list(own[0].phases)
+    rows = [[f"{o.work}: {o.engine}", *(f"{100 * o.phases[p]:.1f} %" for p in phases)] for o in own]
+    lines = ["", "where the time of our iterations goes", table(("", *phases), rows), ""]
+    rows = [
+        [
+            f"{o.work}: {o.engine}",
+            kind.what,
+            str(kind.number),
+            f"{kind.ms:.1f}",
+            f"{kind.gb_per_s:.1f}",
+            f"{kind.gflop_per_s:.0f}",
+        ]
+        for o in own
+        for kind in o.kinds
+    ]
+    lines += [
+        "forward passes by kind, medians (GB: all weights once and the K/V that are read and written)",
+        table(("", "kind", "number", "ms", "GB/s", "GFLOP/s"), rows),
+    ]
+    return lines
+
+
+def _noise(found: Engines) -> list[str]:
+    """A warning if others had a part of the machine, or rounds differ a lot."""
+    spread = max(max(o.rates) / min(o.rates) for o in found.outcomes)
+    others = max((o.others for o in found.outcomes if o.others == o.others), default=0.0)
+    stolen = max((o.stolen for o in found.outcomes if o.stolen == o.stolen), default=0.0)
+    said = []
+    if others > 0.1:
+        said.append(f"other processes had up to {others:.1f} cores")
+    if stolen > 0.05:
+        said.append(f"the hypervisor gave up to {stolen:.1f} cores to other machines")
+    if spread > 1.15:
+        said.append(f"the same run took up to {spread:.2f} times as long in another round")
+    return ["", f"NOT QUIET: {'; '.join(said)}. Trust the ratios more than the times."] if said else []
