@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,17 @@ class Worker:
         # A foreign Python runs the file by its path, in isolation: the modules beside it must not shadow its own.
         target = ["-m", bench_worker.__name__] if contender.python is None else ["-I", bench_worker.__file__]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [str(python), *target],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [str(python), *target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        except OSError as error:
+            raise WorkerFailed(f"{contender.name} cannot be started: {error}") from None
         setup = {**contender.setup, "model": model, "dtype": dtype, "device": device}
         self.facts = self.ask(setup)
 
@@ -141,7 +144,8 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it is dead, and a question that it never read is still there
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -256,7 +260,8 @@ def run(
 
 
 def _warm_up(work: Work) -> dict[str, Any]:
-    return {"prompts": work.prompts[:4], "lengths": [4] * 4, "kv_tokens": work.kv_tokens}
+    prompts = work.prompts[:4]
+    return {"prompts": prompts, "lengths": [4] * len(prompts), "kv_tokens": work.kv_tokens}
 
 
 def _measure(worker: Worker, work: Work) -> dict[str, Any]:

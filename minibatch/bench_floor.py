@@ -99,8 +99,8 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Floor:
-    """``bandwidth`` in bytes a second; ``verdicts`` on our tokens, and whether all of them hold; ``ours`` and ``theirs``: useful tokens/s
-    of every round, theirs of transformers' continuous batching."""
+    """``bandwidth`` in bytes a second; ``verdicts`` on our tokens, and whether all of them hold; ``ours`` and
+    ``theirs``: useful tokens/s of every round, theirs of transformers' continuous batching."""
 
     model: str
     dtype: str

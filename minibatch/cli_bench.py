@@ -76,6 +76,8 @@ def _bench_engines(options: argparse.Namespace) -> bench_engines.Engines:
             check_int(f"--{name}", getattr(options, name), 1)
     from transformers import AutoTokenizer  # seconds, which the other parts can do without
 
+    if options.model == "toy":
+        raise ValueError("toy computes nothing: there is no other engine that runs it")
     location = pretrained.resolve(options.model).location
     tokenizer = AutoTokenizer.from_pretrained(location)
     works = [bench_engines.make_work(name, tokenizer, options.requests) for name in options.works]

@@ -274,7 +274,7 @@ def test_the_command_prints_a_table(capsys, few_cases):
 
 
 REFUSED = [
-    ([], "choose a part: --planning, --swap"),
+    (["--model", "toy"], "toy computes nothing"),
     (["--planning", "--plans", "0"], "plans must be an integer of at least 1, got 0"),
     (["--planning", "--running", "0"], "running must be an integer of at least 1"),
     (["--swap", "--model", "toy"], "toy computes nothing"),

@@ -224,9 +224,7 @@ def attend_batched(step: Step, layer: int, query: Tensor, out: Tensor, window: i
             attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
             answer.copy_(attended[0].transpose(0, 1))
             continue
-        q = q.view(part.batch, -1, kv_heads, group, dim).permute(
-            0, 2, 3, 1, 4
-        )  # [batch, kv_heads, group, queries, dim]
+        q = q.view(part.batch, -1, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # queries last but one
         folded = q.reshape(part.batch, kv_heads, -1, dim)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask, scale=scale)
         attended = attended.view(part.batch, kv_heads, group, -1, value_dim).permute(0, 3, 1, 2, 4)
