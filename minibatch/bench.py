@@ -1,6 +1,7 @@
 """What things cost on this machine: the numbers behind ``minibatch bench``, one part a module.
 
-    bench_engines.py --engines    how fast is this engine, beside others on the same work?
+    bench_engines.py    --engines    how fast is this engine, beside others on the same work?
+    bench_floor.py      --floor      and beside the time in which memory can be read at all?
     bench_planning.py   --planning   does deciding take time that the model could compute in?
     bench_swap.py       --swap       from which length on is it cheaper to copy K/V than to compute it again?
     bench_simulation.py --simulation how far is a simulated run from a measured one?

@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from minibatch import bench_worker
 from minibatch.bench import Busy, table
 from minibatch.prompts import LONG, SHORT
+from minibatch.trace import counted
 from minibatch.workload import encode, pick
 
 WORKS = ("mixed", "static", "long")
@@ -86,17 +87,20 @@ class Contender:
     python: Path | None = None
 
 
+OURS = {"engine": "minibatch"}
 CONTENDERS = (
     Contender("transformers generate", {"engine": "generate"}),
     Contender(BASELINE, {"engine": "continuous batching"}),
-    Contender("minibatch static", {"engine": "minibatch", "configuration": "static"}, ("mixed", "static")),
-    Contender("minibatch chunked", {"engine": "minibatch", "configuration": "chunked"}),
-    Contender("minibatch chunked, not fast", {"engine": "minibatch", "configuration": "chunked", "fast": False}),
+    Contender("minibatch static, fast", {**OURS, "configuration": "static", "fast": True}, ("mixed", "static")),
+    Contender("minibatch chunked, fast", {**OURS, "configuration": "chunked", "fast": True}),
+    Contender("minibatch chunked", {**OURS, "configuration": "chunked", "fast": False}),
 )
 
 
-def vllm(python: Path | None, longest: int) -> Contender:
-    return Contender("vllm", {"engine": "vllm", "longest": longest}, python=python)
+def vllm(python: Path | None, works: Sequence[Work]) -> Contender:
+    """With room for the longest request, and for all of them at once."""
+    longest, most = max(work.longest for work in works), max(len(work.prompts) for work in works)
+    return Contender("vllm", {"engine": "vllm", "longest": longest, "requests": most}, python=python)
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
@@ -138,10 +142,17 @@ class Worker:
             answer = ""
         if not answer:
             code = self._process.wait()
-            self._log.seek(0)
-            tail = "\n".join(self._log.read().splitlines()[-12:])
-            raise WorkerFailed(f"{self.contender.name} ended with exit code {code}:\n{tail}")
-        return json.loads(answer)
+            how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+            raise WorkerFailed(f"{self.contender.name} {how}:\n{self._last_words()}")
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise WorkerFailed(f"{self.contender.name} does not answer as it should: {answer[:80]!r}") from None
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = [line for line in self._log.read().splitlines() if "%|" not in line]  # no progress bars
+        return "\n".join(lines[-12:]) or "it said nothing"
 
     def close(self) -> None:
         with suppress(BrokenPipeError):  # it is dead, and a question that it never read is still there
@@ -200,6 +211,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Engines:
+    """``fast``: whether the fast path was there for this model where it was asked for."""
+
     model: str
     dtype: str
     device: str
@@ -207,6 +220,7 @@ class Engines:
     environment: dict[str, str]
     works: tuple[tuple[str, str], ...]
     num_requests: dict[str, int]
+    fast: bool
     outcomes: tuple[Outcome, ...]
 
 
@@ -233,7 +247,7 @@ def run(
     outcomes = []
     with ExitStack() as stack, tqdm(total=len(jobs), disable=not progress) as bar:
         workers = {}
-        for contender in contenders:
+        for contender in sorted(contenders, key=lambda c: c.setup["engine"] != "vllm"):  # the one that may be missing
             bar.set_description(f"starting {contender.name}")
             worker = Worker(contender, model, dtype, device, environment)
             stack.callback(worker.close)
@@ -255,6 +269,7 @@ def run(
         environment,
         tuple((work.name, work.what) for work in works),
         {work.name: len(work.prompts) for work in works},
+        all(workers[c.name].facts["fast"] for c in contenders if c.setup.get("fast")),
         tuple(outcomes),
     )
 
@@ -325,12 +340,15 @@ def _kinds(iterations: Sequence[Sequence[Any]]) -> Iterator[Kind]:
 def describe(found: Engines) -> str:
     settings = " ".join(f"{name}={value}" for name, value in found.environment.items())
     lines = [
-        f"engines     {found.model}, {found.dtype}, {found.device}, {found.threads} threads; greedy",
+        f"engines     {found.model}, {found.dtype}, {found.device}, {counted(found.threads, 'thread')}; greedy",
         f"            every process: {settings}",
         "            useful tokens/s: median of the rounds (slowest to fastest). ratio: to transformers' continuous",
         "            batching within a round. memory: the most its process has had since it was loaded. same: requests",
-        "            with the very same tokens as the first engine gave",
+        "            with the very same tokens as the first engine gave. (Memory for K/V counts from when it is used;",
+        "            transformers' continuous batching uses all of its cache at once.)",
     ]
+    if not found.fast:
+        lines.append("            THE FAST PATH WAS NOT USED: it does not fit this model")
     for name, what in found.works:
         outcomes = [outcome for outcome in found.outcomes if outcome.work == name]
         rows = [_row(outcome, found.num_requests[name]) for outcome in outcomes]
@@ -383,6 +401,8 @@ def _own(found: Engines) -> list[str]:
 def _noise(found: Engines) -> list[str]:
     """A warning if others had a part of the machine, or rounds differ a lot."""
     spread = max(max(o.rates) / min(o.rates) for o in found.outcomes)
+    if all(len(o.rates) == 1 for o in found.outcomes):
+        return ["", "ONE ROUND: nothing here says how much a second one would differ."]
     others = max((o.others for o in found.outcomes if o.others == o.others), default=0.0)
     stolen = max((o.stolen for o in found.outcomes if o.stolen == o.stolen), default=0.0)
     said = []

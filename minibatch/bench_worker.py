@@ -3,8 +3,8 @@
 A process of its own, because peak memory is that of a process, and because another engine may need another Python. The
 parent gives all of them the same environment and lets one at a time work. The first line says which engine and model;
 every further line is a job: prompts as token ids, and how many tokens each request generates, greedily, whatever they
-are. Only imports that the engine needs happen, and none of this package for an engine of somebody else: this file also
-runs by its path, under a Python that has no ``minibatch``.
+are. Imports happen where an engine needs them: this file also runs by its path, under a Python that has no
+``minibatch``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Minibatch:
         from minibatch.configurations import Knobs
 
         longest = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
-        scheduler, kv = Knobs(max_num_seqs=32).configuration(self.configuration, kv_tokens, longest)
+        scheduler, kv = Knobs(max_num_seqs=len(prompts)).configuration(self.configuration, kv_tokens, longest)
         engine = Engine(self.model, scheduler, kv)
         requests = [
             Request(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
@@ -143,12 +143,12 @@ class Minibatch:
 class Vllm:
     """vLLM, without compilation, in this very process."""
 
-    def __init__(self, model: str, dtype: str, device: str, longest: int) -> None:
+    def __init__(self, model: str, dtype: str, device: str, longest: int, requests: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else its memory is that of other processes
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         vllm = importlib.import_module("vllm")
         self.params = vllm.SamplingParams
-        settings = {"enforce_eager": True, "max_num_seqs": 32, "enable_prefix_caching": False}
+        settings = {"enforce_eager": True, "max_num_seqs": requests, "enable_prefix_caching": False}
         self.llm = vllm.LLM(model, dtype=dtype, max_model_len=longest, **settings)
 
     def run(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], kv_tokens: int) -> Answers:
@@ -228,7 +228,8 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     engine = ENGINES[setup.pop("engine")](**setup)
     _forget_peak()
-    say({"threads": _threads()})
+    fast = getattr(getattr(engine, "model", None), "fused", None) is not None
+    say({"threads": _threads(), "fast": fast})
     for line in sys.stdin:
         say(_do(engine, json.loads(line)))
 

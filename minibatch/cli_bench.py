@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option(group, "--vllm-python", None, "the Python that vllm is installed for (default: this one)", Path)
     group = command.add_argument_group("floor")
     shapes = list(bench_floor.SHAPES)
-    what = "what to build on a GPU, with random weights"
+    what = "what to build on a GPU, with random weights, unless --model says what to load"
     option(group, "--shapes", shapes, what, str, nargs="+", choices=shapes)
     group, load = command.add_argument_group("planning"), bench_planning.Load()
     option(group, "--running", load.running, "active requests", int)
@@ -76,25 +76,40 @@ def _bench_engines(options: argparse.Namespace) -> bench_engines.Engines:
             check_int(f"--{name}", getattr(options, name), 1)
     from transformers import AutoTokenizer  # seconds, which the other parts can do without
 
-    if options.model == "toy":
-        raise ValueError("toy computes nothing: there is no other engine that runs it")
-    location = pretrained.resolve(options.model).location
+    location = _resolve(options)
     tokenizer = AutoTokenizer.from_pretrained(location)
-    works = [bench_engines.make_work(name, tokenizer, options.requests) for name in options.works]
+    works = [bench_engines.make_work(name, tokenizer, options.requests) for name in dict.fromkeys(options.works)]
     contenders = list(bench_engines.CONTENDERS)
     if options.against:
-        contenders.append(bench_engines.vllm(options.vllm_python, max(work.longest for work in works)))
+        contenders.append(bench_engines.vllm(options.vllm_python, works))
     return bench_engines.run(
         location, options.dtype, options.device, contenders, works, options.rounds, options.threads, not options.quiet
     )
 
 
+def _resolve(options: argparse.Namespace) -> str:
+    """Where the model is; raises what is wrong with model or device now, rather than in another process."""
+    if options.model == "toy":
+        raise ValueError("toy computes nothing: there is no other engine that runs it")
+    _check_device(options)
+    return pretrained.resolve(options.model).location
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    from minibatch.models.transformers_model import check_device
+
+    check_device(options.device)
+
+
 def _bench_floor(options: argparse.Namespace) -> list[bench_floor.Floor]:
-    if options.device != "cpu":
-        return bench_floor.measure(options.shapes, options.device, options.dtype, progress=not options.quiet)
-    location = pretrained.resolve(options.model).location
-    build = partial(bench_floor.loaded, location, options.device)
-    return [bench_floor.run(options.model, build, options.device, options.dtype, progress=not options.quiet)]
+    on_cpu, dtype = options.device == "cpu", options.dtype
+    if not on_cpu and dtype == "float32":
+        dtype = "bfloat16"  # tokens are checked in float32 anyway; times there are of interest to nobody
+    if not on_cpu and options.model == pretrained.DEFAULT_MODEL:
+        _check_device(options)
+        return bench_floor.measure(options.shapes, options.device, dtype, progress=not options.quiet)
+    build = partial(bench_floor.loaded, _resolve(options), options.device)
+    return [bench_floor.run(options.model, build, options.device, dtype, progress=not options.quiet)]
 
 
 def _bench_planning(options: argparse.Namespace) -> bench_planning.Planning:
@@ -124,7 +139,7 @@ BENCHES: dict[str, tuple[Callable, Callable, str]] = {
     "floor": (
         _bench_floor,
         bench_floor.describe,
-        "decode iterations beside what the memory's bandwidth allows (a minute; with --device cuda the default)",
+        "decode iterations beside the memory's bandwidth (two minutes; with --device cuda the default, in bfloat16)",
     ),
     "engines": (
         _bench_engines,

@@ -170,6 +170,8 @@ def _meta(model: Model, setup: Setup, rate: float, kv_tokens: int) -> dict[str, 
     groups = {"clients": setup.clients, "priorities": setup.priorities}
     what += "".join(f", {number} {name}" for name, number in groups.items() if number > 1)
     facts = {name: getattr(model, name) for name in ("source", "dtype", "device") if hasattr(model, name)}
+    if getattr(model, "fused", None) is not None:
+        facts["forward"] = "fast path"
     load = f"load {setup.load:g}: " if setup.rate is None else ""
     return {
         **{name: str(value) for name, value in facts.items()},

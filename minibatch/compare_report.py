@@ -24,7 +24,7 @@ def describe(comparison: Comparison) -> str:
     meta = _meta(comparison)
     budget = f"{comparison.kv_tokens} tokens = {comparison.kv_bytes / 2**20:.1f} MiB"
     lines = [
-        f"model       {', '.join(str(meta[key]) for key in ('model', 'dtype', 'device', 'source') if key in meta)}",
+        f"model       {', '.join(str(meta[key]) for key in ('model', 'dtype', 'forward', 'device', 'source') if key in meta)}",
         f"machine     {meta['machine']}",
         *run_table.wrap(f"{'workload':<12}", f"{meta['workload']}, seed {meta['seed']}"),
         f"            (the same arrival times again: --rate {comparison.rate!r})",

@@ -209,7 +209,18 @@ def footer(traces: Iterable[Trace]) -> str:
     """
     traces = list(traces)
     parts = [" and ".join(sorted({f"{clock(trace)} time" for trace in traces}))]
-    for key in ("model", "source", "dtype", "device", "machine", "workload", "seed", "kv_budget", "versions"):
+    for key in (
+        "model",
+        "source",
+        "dtype",
+        "forward",
+        "device",
+        "machine",
+        "workload",
+        "seed",
+        "kv_budget",
+        "versions",
+    ):
         texts = (_text(trace.meta[key], trace.simulated) for trace in traces if trace.meta.get(key) is not None)
         values = [text for text in dict.fromkeys(texts) if text]
         if values:

@@ -1,4 +1,4 @@
-"""``minibatch bench`` beside other engines: that everybody does the same work, and that the numbers are those of the runs."""
+"""``minibatch bench`` beside other engines: everybody does the same work, and the numbers are those of the runs."""
 
 import json
 import math
@@ -73,7 +73,12 @@ def test_rates_and_ratios_are_taken_within_a_round():
 
 def test_shares_add_up_and_iterations_are_sorted_by_what_they_do():
     phases = {"plan": 0.1, "forward": 0.8, "sample": 0.05}
-    iterations = [(False, 4, 8e9, 4e9, 2.0), (True, 8, 2e9, 1e9, 0.5), (True, 3, 2e9, 1e9, 1.0), (True, 9, 3e9, 6e9, 1.0)]
+    iterations = [
+        (False, 4, 8e9, 4e9, 2.0),
+        (True, 8, 2e9, 1e9, 0.5),
+        (True, 3, 2e9, 1e9, 1.0),
+        (True, 9, 3e9, 6e9, 1.0),
+    ]
     shares = bench_engines._shares({"phases": phases, "total": 1.0})
     assert shares["rest"] == pytest.approx(0.05) and sum(shares.values()) == pytest.approx(1)
     prompts, eight, sixteen = bench_engines._kinds(iterations)
@@ -88,6 +93,7 @@ def test_shares_add_up_and_iterations_are_sorted_by_what_they_do():
         ({}, None),
         ({"others": 0.6}, "other processes had up to 0.6 cores"),
         ({"stolen": 0.3}, "the hypervisor gave up to 0.3 cores"),
+        ({"rates": (1.0,)}, "ONE ROUND"),
         ({"rates": (1.0, 1.3)}, "took up to 1.30 times as long in another round"),
         ({"others": math.nan, "stolen": math.nan}, None),
     ],
@@ -95,9 +101,9 @@ def test_shares_add_up_and_iterations_are_sorted_by_what_they_do():
 def test_a_machine_that_is_not_quiet_is_said_to_be_one(changed, words):
     facts = {"rates": (1.0, 1.1), "ratios": (1.0, 1.0), "peak_memory": 1, "same": 1, "others": 0.0, "stolen": 0.0}
     outcome = bench_engines.Outcome(work="mixed", engine=BASELINE, **(facts | changed))
-    found = bench_engines.Engines("m", "float32", "cpu", 2, {}, (("mixed", "x"),), {"mixed": 1}, (outcome,))
+    found = bench_engines.Engines("m", "float32", "cpu", 2, {}, (("mixed", "x"),), {"mixed": 1}, True, (outcome,))
     said = bench_engines.describe(found)
-    assert (words in said and "NOT QUIET" in said) if words else "NOT QUIET" not in said
+    assert words in said if words else "QUIET" not in said and "ROUND" not in said
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux counts the time of all processes")
@@ -172,15 +178,37 @@ def test_work_is_counted_as_the_cost_model_counts_it(one_thread):
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
+def foreign(python):
+    return bench_engines.vllm(python, [WORK])
+
+
 def test_an_engine_that_cannot_be_started_says_so_and_why(tmp_path):
     """Faults: a process that hangs, or an error without the words of the engine."""
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'No module named vllm' >&2\nexit 7\n")
     broken.chmod(0o755)
     with pytest.raises(WorkerFailed, match="vllm ended with exit code 7:\nNo module named vllm"):
-        Worker(bench_engines.vllm(broken, 64), "model", "float32", "cpu", {})
-    with pytest.raises(WorkerFailed, match="vllm cannot be started: .*nowhere"):
-        Worker(bench_engines.vllm(tmp_path / "nowhere", 64), "model", "float32", "cpu", {})
+        Worker(foreign(broken), "model", "float32", "cpu", {})
+    with pytest.raises(WorkerFailed, match=r"vllm cannot be started: .*nowhere"):
+        Worker(foreign(tmp_path / "nowhere"), "model", "float32", "cpu", {})
+
+
+def test_a_program_that_is_no_engine_is_named(tmp_path):
+    """Fault: what it printed is taken for an answer."""
+    with pytest.raises(WorkerFailed, match="vllm does not answer as it should: '-I"):
+        Worker(foreign("/bin/echo"), "model", "float32", "cpu", {})
+    with pytest.raises(WorkerFailed, match="vllm ended with exit code 0:\nit said nothing"):
+        Worker(foreign("/bin/true"), "model", "float32", "cpu", {})
+
+
+@pytest.mark.parametrize("part", ["--engines", "--floor"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--model", "toy"], "toy computes nothing"), (["--device", "moon"], "device 'moon' cannot")],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(part, arguments, words, capsys):
+    assert main(["bench", part, *arguments, "--quiet"]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_in_the_middle_is_named(tmp_path):
@@ -188,7 +216,7 @@ def test_an_engine_that_dies_in_the_middle_is_named(tmp_path):
     quick = tmp_path / "python"
     quick.write_text("#!/bin/sh\nread line\necho '{}'\n")  # it answers once
     quick.chmod(0o755)
-    worker = Worker(bench_engines.vllm(quick, 64), "model", "float32", "cpu", {})
+    worker = Worker(foreign(quick), "model", "float32", "cpu", {})
     with pytest.raises(WorkerFailed, match="vllm ended with exit code 0"):
         worker.ask({"prompts": [[0] * 100_000]})
     worker.close()
@@ -219,12 +247,13 @@ def test_the_command_measures_all_engines(tmp_path, capsys):
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     arguments = ["--model", str(tmp_path), "--rounds", "2", "--requests", "3", "--threads", "1", "--quiet"]
     capsys.readouterr()
-    assert main(["bench", *arguments, "--works", "mixed", "long", "--json"]) == 0
+    assert main(["bench", *arguments, "--works", "mixed", "long", "mixed", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["engines"]
     assert found["threads"] == 1 and found["environment"]["OMP_NUM_THREADS"] == "1"
     names = [contender.name for contender in bench_engines.CONTENDERS]
     assert [o["engine"] for o in found["outcomes"] if o["work"] == "mixed"] == names
     assert [o["engine"] for o in found["outcomes"] if o["work"] == "long"] == [n for n in names if "static" not in n]
+    assert found["fast"]
     assert all(len(o["rates"]) == len(o["ratios"]) == 2 and o["peak_memory"] > 1e7 for o in found["outcomes"])
     assert all(o["same"] == 3 for o in found["outcomes"])
     assert main(["bench", *arguments, "--works", "static", "--against", "vllm", "--vllm-python", "/bin/false"]) == 3

@@ -7,7 +7,7 @@ from test_transformers_model import EXACT, PROMPTS, Driver, whole_story
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
-from minibatch import ChunkedPrefill, Engine, PagedKVCache, Request, SamplingParams
+from minibatch import ChunkedPrefill, Engine, PagedKVCache, Request, SamplingParams, compare
 from minibatch.models import fused_decoder, prepacked
 from minibatch.models.prepacked import Linear
 from minibatch.models.transformers_model import TransformersModel
@@ -80,6 +80,26 @@ def test_another_activation_or_an_adapter_is_not_fused():
     model = tiny_model("llama")
     model.model.layers[1].mlp.up_proj = Adapted(32, 48, bias=False, dtype=torch.float64)
     assert not fused_decoder.fits(model)
+    model = tiny_model("llama")
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not fused_decoder.fits(model)
+
+
+@pytest.mark.parametrize("missing", ["q_proj", "k_proj", "v_proj"])
+def test_only_some_of_the_joined_matrices_may_have_a_bias(missing):
+    """Fault: the biases of all are taken to be there, or not to be there, if that of the first is."""
+
+    def model():
+        made = tiny_model("llama", attention_bias=True)
+        for layer in made.model.layers:
+            for bias in (layer.self_attn.q_proj.bias, layer.self_attn.k_proj.bias, layer.self_attn.v_proj.bias):
+                bias.data.uniform_(1, 2, generator=torch.Generator().manual_seed(3))
+            getattr(layer.self_attn, missing).bias = None
+        return made
+
+    executor = TransformersModel(model(), fast=True)
+    assert executor.fused is not None
+    assert whole_story(Driver(executor, model(), PROMPTS)) < EXACT
 
 
 def test_a_fast_path_that_is_wrong_is_not_used():
@@ -161,3 +181,11 @@ def test_several_matrices_are_one_and_their_results_lie_side_by_side():
     apart = torch.cat([part(x) for part in parts], dim=1)
     assert (Linear(*parts)(x) - apart).abs().max() < EXACT
     assert torch.equal(torch.cat([part(x) for part in parts], dim=1), apart)
+
+
+def test_a_comparison_says_that_it_ran_on_the_fast_path():
+    """Fault: a saved run cannot be told from one of the unmodified model."""
+    for fast in (True, False):
+        executor = TransformersModel(tiny_model("llama", dtype=torch.float32), fast=fast)
+        meta = compare._meta(executor, compare.Setup(), rate=1.0, kv_tokens=64)
+        assert meta.get("forward") == ("fast path" if fast else None)

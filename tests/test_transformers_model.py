@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from minibatch.clock import RealClock
 from minibatch.kv_cache import ContiguousKVCache
 from minibatch.models import UnsupportedModel, packing
-from minibatch.models.attention import Step, attend_batched, attend_each
+from minibatch.models.attention import KVStore, Layer, Step, attend_batched, attend_each
 from minibatch.models.packing import Span, alike, visible
 from minibatch.models.transformers_model import TransformersModel, check_dtype
 from minibatch.paged_kv_cache import PagedKVCache
@@ -171,6 +171,8 @@ def test_decodes_of_similar_length_share_an_operation_and_chunks_have_their_own(
     parts = [(part.batch, len(part.rows) // part.batch) for part in step.parts(None, 2, torch.float64)]
     assert parts == [(3, 65), (2, 700), (1, 12)]
     assert step.input_ids.shape == (1, 8)
+    windowed = [(part.batch, len(part.rows) // part.batch) for part in step.parts(16, 2, torch.float64)]
+    assert windowed == [(5, 16), (1, 12)]  # within a window all contexts are alike
 
 
 def test_a_group_of_decodes_ends_where_its_padding_would_be_too_much():
@@ -230,6 +232,23 @@ def test_a_scored_prompt_gets_logits_at_every_position():
     logits = executor.forward(Plan(chunks=(Chunk(scored, 0, 9), Chunk(other, 0, 3))), kv, store)
     expected = [reference(input_ids=torch.tensor([x.prompt])).logits[0] for x in (scored, other)]
     assert (logits - torch.cat([expected[0], expected[1][-1:]])).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_layers_of_any_sizes_share_one_piece_of_memory(num_rows):
+    """Faults: a table that begins in the middle of a number, or overlaps with its neighbour."""
+    layers = [
+        Layer(1, 1, 2, torch.bfloat16, None),
+        Layer(1, 3, 5, torch.float32, None),
+        Layer(2, 1, 1, torch.float64, 3),
+    ]
+    store = KVStore(layers, num_rows, torch.device("cpu"))
+    tables = [table for pair in zip(store.keys, store.values, strict=True) for table in pair]
+    for number, table in enumerate(tables):
+        table.fill_(number)
+    assert [table.dtype for table in store.keys] == [layer.dtype for layer in layers]
+    assert [tuple(table.shape) for table in store.values] == [(num_rows + 1, x.kv_heads, x.value_dim) for x in layers]
+    assert all((table == number).all() and table.data_ptr() % 8 == 0 for number, table in enumerate(tables))
 
 
 def test_two_stores_of_one_model_do_not_mix():

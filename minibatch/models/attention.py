@@ -30,6 +30,7 @@ from minibatch.models import UnsupportedModel
 from minibatch.models.packing import Span, alike, pack, reachable, visible
 from minibatch.plan import Plan
 
+ALIGNMENT = 64  # bytes: a table begins where a line of a cache does
 IMPLEMENTATION = "minibatch"  # the name under which transformers knows the function at the end of this file
 
 
@@ -49,11 +50,13 @@ class KVStore:
     def __init__(self, layers: list[Layer], num_rows: int, device: torch.device) -> None:
         shapes = [(num_rows + 1, x.kv_heads, dim) for x in layers for dim in (x.key_dim, x.value_dim)]
         dtypes = [x.dtype for x in layers for _ in range(2)]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        numbers = [math.prod(shape) for shape in shapes]
+        sizes = [-(-n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for n, dtype in zip(numbers, dtypes, strict=True)]
         # One piece of memory, which the system takes back as a whole when the store is gone, and which is not touched
         # before it is needed: only the scratch row is ever read before it has been written.
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
-        tables = [part.view(dtype).view(shape) for part, dtype, shape in zip(memory, dtypes, shapes, strict=True)]
+        parts = zip(memory, dtypes, numbers, shapes, strict=True)
+        tables = [part.view(dtype)[:n].view(shape) for part, dtype, n, shape in parts]
         self.keys, self.values, self.scratch_row = tables[::2], tables[1::2], num_rows
         for table in tables:
             table[num_rows] = 0
@@ -166,11 +169,14 @@ class Step:
 
     def parts(self, window: int | None, group: int, dtype: torch.dtype) -> list[Part]:
         kind = (window, group, dtype)
-        return self.prepared(kind, lambda: [self._part(spans, *kind) for spans in alike(self.spans)])
+        return self.prepared(kind, lambda: [self._part(spans, *kind) for spans in alike(self._reachable(window))])
+
+    def _reachable(self, window: int | None) -> list[Span]:
+        return [span._replace(rows=reachable(span, window)) for span in self.spans]
 
     def _part(self, spans: list[Span], window: int | None, group: int, dtype: torch.dtype) -> Part:
         queries = spans[0].length
-        keys = [reachable(span, window) for span in spans]
+        keys = [span.rows for span in spans]
         lengths = np.array([len(rows) for rows in keys])
         # A shorter request is padded with a row of its own: that one is finite if the request is. Rows of others may
         # hold anything, and a masked weight of 0 times NaN is NaN.

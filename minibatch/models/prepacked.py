@@ -22,7 +22,8 @@ class Linear:
     """``x W^T + b`` of one ``nn.Linear``, or of several with the same input as one product, outputs side by side."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self.bias = None if linears[0].bias is None else torch.cat([x.bias.detach() for x in linears])
+        biased = any(x.bias is not None for x in linears)
+        self.bias = torch.cat([_bias(x) for x in linears]) if biased else None
         weight = torch.cat([x.weight.detach() for x in linears]) if len(linears) > 1 else linears[0].weight.detach()
         self._packed = _pack(weight)
         if self._packed is None:
@@ -51,6 +52,10 @@ class Linear:
 
     def _with(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, operation)
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
 
 
 def _pack(weight: Tensor) -> Tensor | None:

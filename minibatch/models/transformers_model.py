@@ -52,7 +52,8 @@ class TransformersModel:
     ``cuda_graphs``        on a GPU: decode iterations are recorded and replayed (``decode_graphs.py``)
     ``source``             where the weights came from, for captions
 
-    A built model is taken over: afterwards it computes with this class only. Several engines may share one
+    A built model is taken over: afterwards it computes with this class only, and ``fast`` keeps the weights of this
+    moment. Several engines may share one
     TransformersModel, each with its own store. Raises UnsupportedModel, ModelUnavailable, ValueError for a dtype.
     """
 
@@ -107,8 +108,8 @@ class TransformersModel:
         self.kv_bytes_per_token = sum(x.kv_heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in self.layers)
 
     def _fuse(self) -> None:
-        self.fused = FusedDecoder(self.model, [layer.window for layer in self.layers])
         try:
+            self.fused = FusedDecoder(self.model, [layer.window for layer in self.layers])
             self._check_against_own_forward()
         except UnsupportedModel as error:
             self.fused = None
