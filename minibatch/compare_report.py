@@ -18,13 +18,15 @@ from minibatch.trace import Trace
 
 ALIKE = "all requests have the same client and priority: see --clients, --priorities"
 
+MODEL = ("model", "dtype", "forward", "device", "source")  # of a run's facts
+
 
 def describe(comparison: Comparison) -> str:
     """What ``minibatch compare`` prints: what ran, the table, and whether the tokens are those of solo generation."""
     meta = _meta(comparison)
     budget = f"{comparison.kv_tokens} tokens = {comparison.kv_bytes / 2**20:.1f} MiB"
     lines = [
-        f"model       {', '.join(str(meta[key]) for key in ('model', 'dtype', 'forward', 'device', 'source') if key in meta)}",
+        f"model       {', '.join(str(meta[key]) for key in MODEL if key in meta)}",
         f"machine     {meta['machine']}",
         *run_table.wrap(f"{'workload':<12}", f"{meta['workload']}, seed {meta['seed']}"),
         f"            (the same arrival times again: --rate {comparison.rate!r})",
