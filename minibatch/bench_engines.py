@@ -11,30 +11,25 @@ long that attention weighs.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from minibatch import bench_worker
-from minibatch.bench import Busy, table
+from minibatch.bench import Busy
+from minibatch.bench_process import Worker, WorkerFailed
+from minibatch.bench_worker import PAGE
 from minibatch.prompts import LONG, SHORT
-from minibatch.trace import counted
 from minibatch.workload import encode, pick
 
 WORKS = ("mixed", "static", "long")
 LENGTHS = (8, 16, 32, 64, 128)
-PAGE = 256  # transformers' continuous batching allocates its cache in these
 BASELINE = "transformers continuous batching"
 
 
@@ -64,7 +59,7 @@ def make_work(name: str, tokenizer: Any, requests: int | None = None) -> Work:
     if name == "long":
         texts = ["\n\n".join((f"Part {i}.", *LONG[i % 10 :], *LONG)) for i in range(number)]  # no common beginning
         prompts = [tokenizer.encode(text)[:1500] for text in texts]
-        cache = sum(-(-(len(prompt) + 32) // PAGE) * PAGE for prompt in prompts)
+        cache = in_pages([len(prompt) + 32 for prompt in prompts])
         return Work(name, f"{number} prompts of 1,500 tokens, 32 tokens each", prompts, [32] * number, cache)
     prompts = [encode(tokenizer, text) for text in pick(SHORT, number, seed=0)]
     rng = random.Random(0)
@@ -72,6 +67,11 @@ def make_work(name: str, tokenizer: Any, requests: int | None = None) -> Work:
     each = "64 tokens each" if name == "static" else f"{', '.join(map(str, LENGTHS))} tokens each, drawn with seed 0"
     what = f"{number} prompts of about {sum(map(len, prompts)) / number:.0f} tokens, {each}: {sum(lengths):,}"
     return Work(name, what, prompts, lengths, 64 * PAGE)
+
+
+def in_pages(sizes: Sequence[int]) -> int:
+    """Tokens of a cache for requests of these sizes, if a page belongs to one request."""
+    return sum(-(-size // PAGE) * PAGE for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -101,69 +101,6 @@ def vllm(python: Path | None, works: Sequence[Work]) -> Contender:
     """With room for the longest request, and for all of them at once."""
     longest, most = max(work.longest for work in works), max(len(work.prompts) for work in works)
     return Contender("vllm", {"engine": "vllm", "longest": longest, "requests": most}, python=python)
-
-
-# ---------------------------------------------------------------------------------------------------------- the process
-
-
-class WorkerFailed(RuntimeError):
-    """An engine could not be started, or did not get through its work. Says which, and the end of what it printed."""
-
-
-class Worker:
-    """A running contender. Raises WorkerFailed."""
-
-    def __init__(self, contender: Contender, model: str, dtype: str, device: str, environment: dict[str, str]) -> None:
-        self.contender = contender
-        python = contender.python or Path(sys.executable)
-        # A foreign Python runs the file by its path, in isolation: the modules beside it must not shadow its own.
-        target = ["-m", bench_worker.__name__] if contender.python is None else ["-I", bench_worker.__file__]
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        try:
-            self._process = subprocess.Popen(
-                [str(python), *target],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env={**os.environ, **environment},
-            )
-        except OSError as error:
-            raise WorkerFailed(f"{contender.name} cannot be started: {error}") from None
-        setup = {**contender.setup, "model": model, "dtype": dtype, "device": device}
-        self.facts = self.ask(setup)
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            code = self._process.wait()
-            how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
-            raise WorkerFailed(f"{self.contender.name} {how}:\n{self._last_words()}")
-        try:
-            return json.loads(answer)
-        except ValueError:
-            raise WorkerFailed(f"{self.contender.name} does not answer as it should: {answer[:80]!r}") from None
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = [line for line in self._log.read().splitlines() if "%|" not in line]  # no progress bars
-        return "\n".join(lines[-12:]) or "it said nothing"
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # it is dead, and a question that it never read is still there
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
@@ -249,7 +186,8 @@ def run(
         workers = {}
         for contender in sorted(contenders, key=lambda c: c.setup["engine"] != "vllm"):  # the one that may be missing
             bar.set_description(f"starting {contender.name}")
-            worker = Worker(contender, model, dtype, device, environment)
+            setup = {**contender.setup, "model": model, "dtype": dtype, "device": device}
+            worker = Worker(contender.name, setup, contender.python, environment)
             stack.callback(worker.close)
             workers[contender.name] = worker
             worker.ask(_warm_up(works[0]))
@@ -284,7 +222,7 @@ def _measure(worker: Worker, work: Work) -> dict[str, Any]:
         answer = worker.ask({"prompts": work.prompts, "lengths": work.lengths, "kv_tokens": work.kv_tokens})
     given = [len(tokens) for tokens in answer["answers"]]
     if given != work.lengths:
-        raise WorkerFailed(f"{worker.contender.name} gave {given} tokens, asked for were {work.lengths}")
+        raise WorkerFailed(f"{worker.name} gave {given} tokens, asked for were {work.lengths}")
     return {**answer, "others": busy.others(answer["cpu"]), "stolen": busy.stolen}
 
 
@@ -332,84 +270,3 @@ def _kinds(iterations: Sequence[Sequence[Any]]) -> Iterator[Kind]:
             statistics.median(m[2] / m[4] for m in members) / 1e9,
             statistics.median(m[3] / m[4] for m in members) / 1e9,
         )
-
-
-# ------------------------------------------------------------------------------------------------------------- in words
-
-
-def describe(found: Engines) -> str:
-    settings = " ".join(f"{name}={value}" for name, value in found.environment.items())
-    lines = [
-        f"engines     {found.model}, {found.dtype}, {found.device}, {counted(found.threads, 'thread')}; greedy",
-        f"            every process: {settings}",
-        "            useful tokens/s: median of the rounds (slowest to fastest). ratio: to transformers' continuous",
-        "            batching within a round. memory: the most its process has had since it was loaded. same: requests",
-        "            with the very same tokens as the first engine gave. (Memory for K/V counts from when it is used;",
-        "            transformers' continuous batching uses all of its cache at once.)",
-    ]
-    if not found.fast:
-        lines.append("            THE FAST PATH WAS NOT USED: it does not fit this model")
-    for name, what in found.works:
-        outcomes = [outcome for outcome in found.outcomes if outcome.work == name]
-        rows = [_row(outcome, found.num_requests[name]) for outcome in outcomes]
-        titles = (f"{name}", "tokens/s", "", "ratio", "", "memory", "same")
-        lines += ["", f"{name}: {what}", table(titles, rows)]
-    lines += _own(found) + _noise(found)
-    return "\n".join(lines)
-
-
-def _row(outcome: Outcome, requests: int) -> list[str]:
-    ratios = outcome.ratios
-    return [
-        outcome.engine,
-        f"{outcome.rate:.0f}",
-        f"({min(outcome.rates):.0f}-{max(outcome.rates):.0f})",
-        f"{statistics.median(ratios):.2f}",
-        f"({min(ratios):.2f}-{max(ratios):.2f})",
-        f"{outcome.peak_memory / 1e9:.2f} GB",
-        f"{outcome.same} of {requests}",
-    ]
-
-
-def _own(found: Engines) -> list[str]:
-    """Where the time of our own iterations goes."""
-    own = [outcome for outcome in found.outcomes if outcome.phases]
-    if not own:
-        return []
-    phases = list(own[0].phases)
-    rows = [[f"{o.work}: {o.engine}", *(f"{100 * o.phases[p]:.1f} %" for p in phases)] for o in own]
-    lines = ["", "where the time of our iterations goes", table(("", *phases), rows), ""]
-    rows = [
-        [
-            f"{o.work}: {o.engine}",
-            kind.what,
-            str(kind.number),
-            f"{kind.ms:.1f}",
-            f"{kind.gb_per_s:.1f}",
-            f"{kind.gflop_per_s:.0f}",
-        ]
-        for o in own
-        for kind in o.kinds
-    ]
-    lines += [
-        "forward passes by kind, medians (GB: all weights once and the K/V that are read and written)",
-        table(("", "kind", "number", "ms", "GB/s", "GFLOP/s"), rows),
-    ]
-    return lines
-
-
-def _noise(found: Engines) -> list[str]:
-    """A warning if others had a part of the machine, or rounds differ a lot."""
-    spread = max(max(o.rates) / min(o.rates) for o in found.outcomes)
-    if all(len(o.rates) == 1 for o in found.outcomes):
-        return ["", "ONE ROUND: nothing here says how much a second one would differ."]
-    others = max((o.others for o in found.outcomes if o.others == o.others), default=0.0)
-    stolen = max((o.stolen for o in found.outcomes if o.stolen == o.stolen), default=0.0)
-    said = []
-    if others > 0.1:
-        said.append(f"other processes had up to {others:.1f} cores")
-    if stolen > 0.05:
-        said.append(f"the hypervisor gave up to {stolen:.1f} cores to other machines")
-    if spread > 1.15:
-        said.append(f"the same run took up to {spread:.2f} times as long in another round")
-    return ["", f"NOT QUIET: {'; '.join(said)}. Trust the ratios more than the times."] if said else []

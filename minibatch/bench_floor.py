@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from minibatch import reference
 from minibatch.bench import table
-from minibatch.bench_engines import LENGTHS, PAGE
+from minibatch.bench_engines import LENGTHS, in_pages
 from minibatch.bench_worker import ContinuousBatching
 from minibatch.chunked_prefill import ChunkedPrefill
 from minibatch.engine import Engine
@@ -191,11 +191,7 @@ def check(model: Any, requests: int = 8) -> reference.Verdict:
     )
     results = engine.run(jobs)
     solos = {job.request_id: reference.solo(model, job) for job in jobs}
-
-    def again(prompt: tuple[int, ...], max_tokens: int) -> reference.Solo:
-        return reference.solo(model, Request(prompt, SamplingParams(max_tokens=max_tokens)))
-
-    return reference.compare(jobs, results, solos, watched.best, again, model.dtype)
+    return reference.judge(watched, jobs, results, solos)
 
 
 def copy_bandwidth(device: str, size: int) -> float:
@@ -235,7 +231,7 @@ def serve(model: Any, requests: int, context: int) -> tuple[float, float]:
     rng = random.Random(0)
     lengths = [rng.choice(LENGTHS) for _ in range(requests)]
     jobs = make_requests(model.vocab_size, requests, context, lengths)
-    kv_tokens = sum(-(-(context + length) // PAGE) * PAGE for length in lengths)
+    kv_tokens = in_pages([context + length for length in lengths])
     engine = Engine(model, ChunkedPrefill(token_budget=512, max_num_seqs=requests), PagedKVCache(kv_tokens // 16))
     started = time.perf_counter()
     engine.run(jobs)

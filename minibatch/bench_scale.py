@@ -7,13 +7,12 @@ output tokens. Its file itself can be given; without it, lengths and arrivals ar
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from minibatch import bench
+from minibatch.bench_worker import peak_memory
 from minibatch.scenario import Scenario, numbers
 
 HARDWARE = Scenario(model="llama-3-70b", gpu="a100-80", tensor_parallel=4, token_budget=2048)
@@ -61,16 +60,7 @@ def _measure(scenario: Scenario) -> Size:
     times.append(time.process_time())
     seqs = sum(counts.num_seqs for counts in trace.light)
     seconds = (after - before for before, after in pairwise(times))
-    return Size(len(workload), trace.num_steps, seqs, seqs / trace.num_steps, *seconds, _peak_memory())
-
-
-def _peak_memory() -> float:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return math.nan
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Size(len(workload), trace.num_steps, seqs, seqs / trace.num_steps, *seconds, peak_memory())
 
 
 def describe(sizes: list[Size]) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 Answers = list[list[int]]
+
+PAGE = 256  # tokens: transformers' continuous batching allocates its cache in these, by default
 
 
 class Generate:
@@ -52,13 +55,11 @@ class Generate:
 class ContinuousBatching(Generate):
     """transformers' continuous batching."""
 
-    PAGE = 256  # its default
-
     def run(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], kv_tokens: int) -> Answers:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        config = ContinuousBatchingConfig(num_blocks=kv_tokens // self.PAGE, max_batch_tokens=512)
+        config = ContinuousBatchingConfig(num_blocks=kv_tokens // PAGE, max_batch_tokens=512)
         answers: dict[str, list[int]] = {}
         with self.model.continuous_batching_context_manager(
             generation_config=settings, continuous_batching_config=config, block=True, timeout=5
@@ -190,12 +191,14 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_memory() -> int:
-    """Bytes: the most that the process had in memory since the peak was forgotten."""
+def peak_memory() -> float:
+    """Bytes: the most that the process has had in memory, since the peak was forgotten; NaN on Windows."""
     with contextlib.suppress(OSError):
         return next(1024 * int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith("VmHWM"))
-    import resource
-
+    try:
+        import resource
+    except ImportError:
+        return math.nan
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -213,7 +216,7 @@ def _do(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     facts = engine.facts() if hasattr(engine, "facts") else {}
     seconds = getattr(engine, "seconds", seconds)
-    return {"answers": answers, "seconds": seconds, "cpu": cpu, "peak_memory": _peak_memory(), **facts}
+    return {"answers": answers, "seconds": seconds, "cpu": cpu, "peak_memory": peak_memory(), **facts}
 
 
 def main() -> None:

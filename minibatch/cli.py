@@ -31,7 +31,7 @@ from minibatch import (
     explain,
     workload,
 )
-from minibatch.bench_engines import WorkerFailed
+from minibatch.bench_process import WorkerFailed
 from minibatch.cli_options import DIFFERS, add_command, add_model_command, check_writable, option
 from minibatch.compare import Setup
 from minibatch.configurations import CONFIGURATIONS

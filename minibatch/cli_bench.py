@@ -10,7 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minibatch import bench, bench_engines, bench_floor, bench_planning, bench_scale, bench_simulation, bench_swap
+from minibatch import (
+    bench,
+    bench_engines,
+    bench_engines_report,
+    bench_floor,
+    bench_planning,
+    bench_scale,
+    bench_simulation,
+    bench_swap,
+)
 from minibatch.checks import check_int
 from minibatch.cli_options import DIFFERS, add_model_command, option
 from minibatch.llm import load_model
@@ -143,7 +152,7 @@ BENCHES: dict[str, tuple[Callable, Callable, str]] = {
     ),
     "engines": (
         _bench_engines,
-        bench_engines.describe,
+        bench_engines_report.describe,
         "this engine beside transformers' generate and continuous batching (five to ten minutes; this is the default)",
     ),
     "planning": (

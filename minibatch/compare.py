@@ -23,7 +23,7 @@ from minibatch.kv_cache import KVCache
 from minibatch.models import Model
 from minibatch.plan import PlanError, Scheduler
 from minibatch.policies import Order
-from minibatch.request import EngineStalled, NeverFits, PromptTooLong, Request, Result, SamplingParams
+from minibatch.request import EngineStalled, NeverFits, PromptTooLong, Request, Result
 from minibatch.trace import Trace, counted
 
 
@@ -157,12 +157,7 @@ def _run(
         results = engine.run(requests, on_step=lambda report: bar.update(len(report.finished)))
     except (PlanError, EngineStalled) as error:
         raise type(error)(f"{meta['name']}: {error}") from error
-
-    def again(prompt: tuple[int, ...], max_tokens: int) -> reference.Solo:
-        return reference.solo(model, Request(prompt, SamplingParams(max_tokens=max_tokens)))
-
-    verdict = reference.compare(requests, results, solos, watched.best, again, getattr(model, "dtype", None))
-    return Run(engine.trace, tuple(results), verdict)
+    return Run(engine.trace, tuple(results), reference.judge(watched, requests, results, solos))
 
 
 def _meta(model: Model, setup: Setup, rate: float, kv_tokens: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from minibatch.engine import Engine
 from minibatch.kv_cache import ContiguousKVCache, KVCache
 from minibatch.models import Model
 from minibatch.plan import Plan
-from minibatch.request import Request, Result
+from minibatch.request import Request, Result, SamplingParams
 
 KEPT = 5  # in bfloat16 more than two tokens may have the very same logit
 
@@ -65,14 +65,14 @@ class Watched:
     """An executor that also keeps the best logits of every token it helps to choose, by request and index."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self.model = model
         self.best: dict[tuple[str, int], Best] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.model, name)
 
     def forward(self, plan: Plan, kv: KVCache, store: Any) -> Any:
-        logits = self._model.forward(plan, kv, store)
+        logits = self.model.forward(plan, kv, store)
         if hasattr(logits, "topk"):  # a torch tensor; a toy's tokens are exact
             values, ids = logits.topk(KEPT)
             sampled = [chunk.request for chunk in plan.chunks if chunk.samples]  # no prompt is scored here: a row each
@@ -157,6 +157,15 @@ def compare(
     largest = max((abs(kept.logits[0]) for alone in solos.values() for kept in alone.best), default=0.0)
     tolerance = 0.0 if dtype is None else EPSILON[dtype] ** 0.5 * largest
     return Verdict(len(results), equal, tuple(differences), noise, tolerance)
+
+
+def judge(watched: Watched, requests: Sequence[Request], results: Sequence[Result], solos: dict[str, Solo]) -> Verdict:
+    """The same, of a run on an executor that was watched."""
+
+    def again(prompt: tuple[int, ...], max_tokens: int) -> Solo:
+        return solo(watched.model, Request(prompt, SamplingParams(max_tokens=max_tokens)))
+
+    return compare(requests, results, solos, watched.best, again, getattr(watched.model, "dtype", None))
 
 
 EPSILON = {"float64": 2.0**-23, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

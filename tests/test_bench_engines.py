@@ -12,9 +12,19 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny_model
 
-from minibatch import Engine, Request, SamplingParams, StaticBatching, bench_engines, bench_floor, bench_worker
+from minibatch import (
+    Engine,
+    Request,
+    SamplingParams,
+    StaticBatching,
+    bench_engines,
+    bench_engines_report,
+    bench_floor,
+    bench_worker,
+)
 from minibatch.bench import Busy
-from minibatch.bench_engines import BASELINE, Contender, Work, Worker, WorkerFailed
+from minibatch.bench_engines import BASELINE, Work
+from minibatch.bench_process import Worker, WorkerFailed
 from minibatch.cli import main
 from minibatch.cost_model import Counts
 from minibatch.kv_cache import ContiguousKVCache
@@ -102,7 +112,7 @@ def test_a_machine_that_is_not_quiet_is_said_to_be_one(changed, words):
     facts = {"rates": (1.0, 1.1), "ratios": (1.0, 1.0), "peak_memory": 1, "same": 1, "others": 0.0, "stolen": 0.0}
     outcome = bench_engines.Outcome(work="mixed", engine=BASELINE, **(facts | changed))
     found = bench_engines.Engines("m", "float32", "cpu", 2, {}, (("mixed", "x"),), {"mixed": 1}, True, (outcome,))
-    said = bench_engines.describe(found)
+    said = bench_engines_report.describe(found)
     assert words in said if words else "QUIET" not in said and "ROUND" not in said
 
 
@@ -115,11 +125,12 @@ def test_the_table_says_who_did_what_and_where_our_time_went():
         engine="ours", rates=(200.0, 204.0), ratios=(2.0, 2.02), phases=shares, kinds=kinds, **common
     )
     found = bench_engines.Engines("m", "bfloat16", "cpu", 1, {}, (("mixed", "x"),), {"mixed": 4}, False, (theirs, ours))
-    rows = [line.split() for line in bench_engines.describe(found).splitlines()]
+    said = bench_engines_report.describe(found)
+    rows = [line.split() for line in said.splitlines()]
     assert ["ours", "202", "(200-204)", "2.01", "(2.00-2.02)", "1.20", "GB", "3", "of", "4"] in rows
     assert ["mixed:", "ours", "1.0", "%", "97.0", "%", "2.0", "%"] in rows
     assert ["mixed:", "ours", "decode,", "up", "to", "8", "rows", "64", "27.8", "10.5", "70"] in rows
-    assert "1 thread;" in bench_engines.describe(found) and "FAST PATH WAS NOT USED" in bench_engines.describe(found)
+    assert "1 thread;" in said and "FAST PATH WAS NOT USED" in said
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux counts the time of all processes")
@@ -194,8 +205,9 @@ def test_work_is_counted_as_the_cost_model_counts_it(one_thread):
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-def foreign(python):
-    return bench_engines.vllm(python, [WORK])
+def start(python):
+    contender = bench_engines.vllm(python, [WORK])
+    return Worker(contender.name, contender.setup, contender.python, {})
 
 
 def test_an_engine_that_cannot_be_started_says_so_and_why(tmp_path):
@@ -204,17 +216,17 @@ def test_an_engine_that_cannot_be_started_says_so_and_why(tmp_path):
     broken.write_text("#!/bin/sh\necho 'No module named vllm' >&2\nexit 7\n")
     broken.chmod(0o755)
     with pytest.raises(WorkerFailed, match="vllm ended with exit code 7:\nNo module named vllm"):
-        Worker(foreign(broken), "model", "float32", "cpu", {})
+        start(broken)
     with pytest.raises(WorkerFailed, match=r"vllm cannot be started: .*nowhere"):
-        Worker(foreign(tmp_path / "nowhere"), "model", "float32", "cpu", {})
+        start(tmp_path / "nowhere")
 
 
 def test_a_program_that_is_no_engine_is_named(tmp_path):
     """Fault: what it printed is taken for an answer."""
     with pytest.raises(WorkerFailed, match="vllm does not answer as it should: '-I"):
-        Worker(foreign("/bin/echo"), "model", "float32", "cpu", {})
+        start("/bin/echo")
     with pytest.raises(WorkerFailed, match="vllm ended with exit code 0:\nit said nothing"):
-        Worker(foreign("/bin/true"), "model", "float32", "cpu", {})
+        start("/bin/true")
 
 
 @pytest.mark.parametrize("part", ["--engines", "--floor"])
@@ -232,7 +244,7 @@ def test_an_engine_that_dies_in_the_middle_is_named(tmp_path):
     quick = tmp_path / "python"
     quick.write_text("#!/bin/sh\nread line\necho '{}'\n")  # it answers once
     quick.chmod(0o755)
-    worker = Worker(foreign(quick), "model", "float32", "cpu", {})
+    worker = start(quick)
     worker._process.wait()
     with pytest.raises(WorkerFailed, match="vllm ended with exit code 0"):
         worker.ask({"prompts": []})  # so short that it stays in the buffer
@@ -243,7 +255,7 @@ def test_an_engine_that_gives_another_number_of_tokens_is_not_compared():
     """Fault: an engine that ends early looks fast."""
 
     class Short:
-        contender = Contender("short", {})
+        name = "short"
 
         def ask(self, question):
             return {"answers": [[1]] * len(question["prompts"]), "cpu": 0.0}

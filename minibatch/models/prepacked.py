@@ -39,16 +39,16 @@ class Linear:
     def silu(self, x: Tensor) -> Tensor:
         """``silu(x W^T + b)``"""
         if self._packed is None:
-            return F.silu(F.linear(x, self.weight, self.bias))
+            return F.silu(self(x))
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """``(x W^T + b) * other``"""
-        return self._with(x, other, "mul") if self._packed is not None else F.linear(x, self.weight, self.bias) * other
+        return self._with(x, other, "mul") if self._packed is not None else self(x) * other
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """``(x W^T + b) + other``"""
-        return self._with(x, other, "add") if self._packed is not None else F.linear(x, self.weight, self.bias) + other
+        return self._with(x, other, "add") if self._packed is not None else self(x) + other
 
     def _with(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, operation)
